@@ -32,7 +32,6 @@ from megatron_cp.training.bad_steps.attempt import LocalGradients
 from megatron_cp.training.bad_steps.check import EXIT_CODE as BAD_STEP_CODE
 from megatron_cp.training.bad_steps.check import BadStepError
 from megatron_cp.training.checkpoint.choose import check_checkpoint
-from megatron_cp.training.checkpoint.files import check_writable
 from megatron_cp.training.checkpoint.load import follow_release, load_checkpoint
 from megatron_cp.training.checkpoint.save import SaveError
 from megatron_cp.training.checkpoint.state import RunState
@@ -62,6 +61,7 @@ from megatron_cp.training.step import ForwardStep, Runner
 from megatron_cp.training.text_samples import LogitsStep, make_sampler
 from megatron_cp.training.together import refused_together
 from megatron_cp.training.watchdog import Watchdog
+from megatron_cp.training.whole_files import check_writable
 
 FlopsProvider = Callable[[TrainConfig], ModelFlops]
 ModelChecker = Callable[[TrainConfig], None]

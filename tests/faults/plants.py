@@ -180,7 +180,7 @@ def a_worker_dies(rank: int) -> None:
 
 def a_full_disk_for_records(rank: int) -> None:
     """Nothing can be appended to a file while three steps are taken; and then again."""
-    from megatron_cp.training.checkpoint import files
+    from megatron_cp.training import whole_files
     from megatron_cp.training.logging import journal, records
 
     def refused(path, text):
@@ -188,7 +188,7 @@ def a_full_disk_for_records(rank: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         append(path, text)
 
-    append = files.append_whole
+    append = whole_files.append_whole
     records.append_whole = journal.append_whole = refused
 
 

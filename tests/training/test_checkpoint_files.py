@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from megatron_cp.errors import DamagedCheckpointError
 from megatron_cp.training.checkpoint import files, formats
+from megatron_cp.training.whole_files import check_writable, write_atomically
 from tests.ranks import run_on_ranks
 from tests.training import checkpoints as made
 
@@ -27,7 +29,7 @@ def make_checkpoint(root, number: int, **content):
 
 def test_the_layout_is_megatrons(tmp_path):
     assert files.iteration_folder(tmp_path, 5).name == "iter_0000005"
-    files.write_atomically(tmp_path / files.TRACKER, "5")
+    write_atomically(tmp_path / files.TRACKER, "5")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5"
     assert files.latest_iteration(tmp_path) == 5
 
@@ -45,12 +47,10 @@ def test_a_damaged_tracker_is_named(tmp_path, text: str):
 
 def test_an_atomic_write_that_fails_leaves_the_old_text(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    files.write_atomically(path, "old")
-    monkeypatch.setattr(
-        files.os, "fsync", lambda number: (_ for _ in ()).throw(OSError("disk full"))
-    )
+    write_atomically(path, "old")
+    monkeypatch.setattr(os, "fsync", lambda number: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        files.write_atomically(path, "new")
+        write_atomically(path, "new")
     assert path.read_text() == "old"
 
 
@@ -179,7 +179,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_tracker_on_a_complete_
     if earlier:
         make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 4)
-    files.write_atomically(tmp_path / files.TRACKER, "4")
+    write_atomically(tmp_path / files.TRACKER, "4")
     new = make_checkpoint(tmp_path / "new", 4, mark="new")
     new.rename(files.unfinished_folder(tmp_path, 4))
     left = [place]
@@ -216,9 +216,9 @@ def test_a_folder_that_cannot_hold_files_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match=rf"--run-dir {path} cannot be written"):
-            files.check_writable("--run-dir", str(path))
-    files.check_writable("--save", None)
-    files.check_writable("--save", str(tmp_path / "new" / "folder"))
+            check_writable("--run-dir", str(path))
+    check_writable("--save", None)
+    check_writable("--save", str(tmp_path / "new" / "folder"))
     assert not list((tmp_path / "new" / "folder").iterdir())
 
 
@@ -234,7 +234,7 @@ def three_saves(rank, world_size, folder, goes_on):
     elif goes_on is False:
         for iteration in (2, 55):
             make_checkpoint(Path(folder), iteration)
-        files.write_atomically(Path(folder) / files.TRACKER, "55")
+        write_atomically(Path(folder) / files.TRACKER, "55")
     said = io.StringIO()
     with made.run_state(*flags) as state, contextlib.redirect_stdout(said):
         from megatron_cp.training.checkpoint.load import load_checkpoint

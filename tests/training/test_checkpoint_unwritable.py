@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder
+from megatron_cp.training.whole_files import write_atomically
 from tests.ranks import run_on_ranks
 from tests.training import checkpoints as made
 
@@ -213,8 +215,8 @@ def test_a_tracker_that_cannot_be_written_leaves_the_checkpoints_as_they_were(
         files.write_manifest(folder, {"shape": {}, "data": {}, "restarts": 0})
     shutil.move(files.iteration_folder(tmp_path / "new", 4), files.unfinished_folder(tmp_path, 4))
     (tmp_path / "new").rmdir()
-    files.write_atomically(tmp_path / TRACKER, "2")
-    monkeypatch.setattr(files.os, "fsync", full_disk)
+    write_atomically(tmp_path / TRACKER, "2")
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="No space left"):
         files.publish(tmp_path, 4)
     assert files.latest_iteration(tmp_path) == 2

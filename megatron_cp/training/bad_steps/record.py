@@ -21,9 +21,9 @@ from megatron_cp.comm.groups import agreement_group
 from megatron_cp.data.batch import PackedBatch
 from megatron_cp.training.bad_steps.attempt import Attempt
 from megatron_cp.training.bad_steps.probe import Culprit
-from megatron_cp.training.checkpoint.files import write_atomically
 from megatron_cp.training.setup import own_place
 from megatron_cp.training.together import gather
+from megatron_cp.training.whole_files import write_atomically
 
 _MOST_NAMED = 3
 

@@ -8,12 +8,8 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +18,7 @@ from typing import Any
 from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError
 from megatron_cp.mcore.linear_layers import linear_layers_of
 from megatron_cp.training.checkpoint import integrity
+from megatron_cp.training.whole_files import free_name, write_atomically, written_aside
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what a tracker holds in place of a number, and the folder it means
@@ -30,8 +27,6 @@ FORMAT = 2  # of the manifest; since 2 it holds the SHA-256 of itself
 _ENTRIES_OF_FORMAT_1 = frozenset(
     {"format", "iteration", "shape", "meaning", "layout", "data", "restarts", "files", "sha256"}
 )
-
-_numbers = itertools.count()
 
 # What must be equal between a checkpoint and the model that loads it.
 SHAPE_ARGUMENTS = (
@@ -116,7 +111,7 @@ def publish(root: Path, iteration: int) -> None:
     unfinished, folder = unfinished_folder(root, iteration), iteration_folder(root, iteration)
     tracker, replaced = root / TRACKER, _replaced_folder(root, iteration)
     remove_folder(replaced)
-    named = _written_aside(tracker, str(iteration))
+    named = written_aside(tracker, str(iteration))
     if folder.exists() or folder.is_symlink():
         if previous_iteration(root) == iteration:
             earlier = earlier_iteration(root, iteration)
@@ -156,12 +151,6 @@ def move_aside(root: Path, after: int | None = None) -> Path | None:
     return aside
 
 
-def free_name(folder: Path, name: str) -> Path:
-    """Returns the first of name-1, name-2, ... that is not in the folder."""
-    paths = (folder / f"{name}-{number}" for number in itertools.count(1))
-    return next(path for path in paths if not path.exists())
-
-
 def earlier_iteration(root: Path, iteration: int) -> int | None:
     """Returns the newest iteration before this one whose checkpoint is complete; None without one."""
     for number in iterations_before(root, iteration):
@@ -179,58 +168,6 @@ def iterations_before(root: str | Path, iteration: int | None) -> Iterator[int]:
     for number in sorted((int(text) for text in found if text.isdigit()), reverse=True):
         if iteration is None or number < iteration:
             yield number
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes the file so that it holds its old or its new text, whatever happens in between."""
-    _written_aside(path, text).replace(path)
-
-
-def _written_aside(path: Path, text: str) -> Path:
-    """Returns a complete file beside `path` that only needs its name; leaves none if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    return temporary
-
-
-def append_whole(path: Path, text: str) -> None:
-    """Appends the text, or nothing: what comes after is not to stand behind half a line. Raises OSError."""
-    data = text.encode()
-    with path.open("ab", buffering=0) as file:
-        start = file.seek(0, os.SEEK_END)
-        try:
-            written = file.write(data)
-            if written != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        except OSError:
-            file.truncate(start)
-            raise
-
-
-def check_writable(flag: str, folder: str | None) -> None:
-    """Makes the folder, and raises ValueError with flag and folder if no file can be written there.
-
-    None needs no folder.
-    """
-    if folder is None:
-        return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as problem:
-        raise ValueError(
-            f"{flag} {folder} cannot be written ({problem.strerror}); give a folder in which files "
-            "may be made"
-        ) from None
 
 
 def latest_iteration(root: str | Path) -> int | None:

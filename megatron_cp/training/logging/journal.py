@@ -20,7 +20,6 @@ from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.prompts import TextSample
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.agreement import versions
-from megatron_cp.training.checkpoint.files import append_whole
 from megatron_cp.training.checkpoint.save import Saved
 from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
@@ -50,6 +49,7 @@ from megatron_cp.training.logging.wandb_run import Media, start_wandb
 from megatron_cp.training.optim import learning_rate
 from megatron_cp.training.setup import own_place
 from megatron_cp.training.step import StepResult
+from megatron_cp.training.whole_files import append_whole
 
 
 class Journal:

@@ -21,9 +21,9 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.makespan import stage_areas
 from megatron_cp.plan.stats import sent_bytes
-from megatron_cp.training.checkpoint.files import append_whole, free_name, write_atomically
 from megatron_cp.training.logging.lines import print_rank_last
 from megatron_cp.training.logging.loggable import loggable, loggable_arguments, loggable_command
+from megatron_cp.training.whole_files import append_whole, free_name, write_atomically
 
 SCHEMA = 1
 TEXTS = "text_samples.jsonl"
