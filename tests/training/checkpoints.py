@@ -5,7 +5,6 @@ as Megatron-LM and Transformer Engine name them.
 """
 
 import contextlib
-import functools
 import hashlib
 import io
 import json
@@ -167,23 +166,13 @@ def run_state(*flags: str, rank: int = 0, world_size: int = 1):
     with parallel_state(case):
         from megatron_cp.training import pretrain, setup
         from megatron_cp.training.checkpoint.load import follow_release
-        from megatron_cp.training.gpt import forward_step, model_provider
+        from megatron_cp.training.gpt import model_provider
 
         config = follow_release(config)
         allow_children()
         setup.set_seeds(config)
-        state, _ = pretrain._build(
-            config, model_provider, forward_step, torch.device("cpu"), _progress()
-        )
+        state, _, _ = pretrain._build(config, model_provider, torch.device("cpu"))
         yield state
-
-
-@functools.cache
-def _progress():
-    """Where this process is, for a watchdog that nobody starts here: one, as it holds a descriptor."""
-    from megatron_cp.training.watchdog import Progress
-
-    return Progress()
 
 
 def allow_children() -> None:
