@@ -96,9 +96,10 @@ def _rope_from_config(config: Config) -> Arguments:
         raise _unknown_rope(kind, "'default' and 'llama3'")
     _take(said, {"factor": (), **_LLAMA3} if kind == "llama3" else {}, kind)
     if kind == "llama3":
-        arguments["rope_scaling_factor"] = float(Keys(said)["factor"])
+        numbers = Keys(said)
+        arguments["rope_scaling_factor"] = float(numbers["factor"])
         for name in _LLAMA3:
-            Keys(said)[name]
+            numbers[name]  # raises where it is missing; its value was judged by _take
     return arguments
 
 

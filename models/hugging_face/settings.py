@@ -7,7 +7,7 @@ nothing, and whose value is not the one a family must have is refused, never ign
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,16 +102,21 @@ SIZES = (*_WIDTHS, HEADS)
 TIED = negated("tie_word_embeddings", "untie_embeddings_and_output_weights", False)
 
 
+def _layers_of_kind(kind: str, kinds: Sequence[str]) -> list[int]:
+    """Returns 1 for each layer of the kind, 0 for each of full attention. Raises NotImplementedError for others."""
+    unknown = sorted(set(kinds) - {kind, "full_attention"})
+    if unknown:
+        raise NotImplementedError(
+            f"layer_types={unknown} in config.json is not served; layers may be {kind} "
+            "or full_attention; convert a model of such layers"
+        )
+    return [int(one == kind) for one in kinds]
+
+
 def _windows_from_config(config: Config) -> Arguments:
     """HF: a window of w keys, the query's own among them, in layers of type sliding_attention."""
     kinds = config["layer_types"]
-    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-    if unknown:
-        raise NotImplementedError(
-            f"layer_types={unknown} in config.json is not served; layers may be sliding_attention "
-            "or full_attention; convert a model of such layers"
-        )
-    is_window = [int(kind == "sliding_attention") for kind in kinds]
+    is_window = _layers_of_kind("sliding_attention", kinds)
     if not any(is_window):
         return {"window_size": None, "window_attn_skip_freq": None}
     every_second = [(layer + 1) % 2 for layer in range(len(kinds))]
@@ -150,13 +155,7 @@ def _linear_layers_from_config(config: Config) -> Arguments:
     kinds = config.get("layer_types") or [
         "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(count)
     ]
-    unknown = sorted(set(kinds) - {"linear_attention", "full_attention"})
-    if unknown:
-        raise NotImplementedError(
-            f"layer_types={unknown} in config.json is not served; layers may be linear_attention "
-            "or full_attention; convert a model of such layers"
-        )
-    is_linear = [int(kind == "linear_attention") for kind in kinds]
+    is_linear = _layers_of_kind("linear_attention", kinds)
     first = (is_linear.index(0) if 0 in is_linear else count) + 1
     regular = [int((layer + 1) % first != 0) for layer in range(count)]
     return {"linear_attention_freq": first if is_linear == regular else is_linear}
