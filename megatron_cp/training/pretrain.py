@@ -39,9 +39,10 @@ from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import SPLITS, RunData, open_tokenizer
 from megatron_cp.training.held_folders import hold
 from megatron_cp.training.logging.flops import ModelFlops
-from megatron_cp.training.logging.journal import Journal, keeps_records
+from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
 from megatron_cp.training.logging.loggable import loggable_arguments
+from megatron_cp.training.logging.opening import keeps_records
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.logging.wandb_run import Media
 from megatron_cp.training.loop import Loaders, Run, run_to_end

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import platform
 import socket
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,8 @@ from megatron_cp.comm.groups import agreement_group
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.prompts import TextSample
 from megatron_cp.mcore.loss import LOSS_NAME
-from megatron_cp.training.agreement import versions
 from megatron_cp.training.checkpoint.save import Saved
 from megatron_cp.training.checkpoint.state import RunState
-from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.closing import Summary, closing_box, flag_of_more, next_lines
 from megatron_cp.training.logging.energy import EnergyMeter
 from megatron_cp.training.logging.flops import ModelFlops
@@ -40,12 +35,13 @@ from megatron_cp.training.logging.metrics import (
     plan_metrics,
     work_of_step,
 )
-from megatron_cp.training.logging.records import RunFiles, plan_sample
+from megatron_cp.training.logging.opening import device_name, open_tracker
+from megatron_cp.training.logging.records import plan_sample
 from megatron_cp.training.logging.speed import Clock, Counts, Speed, peak_tflops
 from megatron_cp.training.logging.stragglers import Stragglers
 from megatron_cp.training.logging.timers import Timers
-from megatron_cp.training.logging.tracking import Tracker, start_tensorboard
-from megatron_cp.training.logging.wandb_run import Media, start_wandb
+from megatron_cp.training.logging.tracking import Tracker
+from megatron_cp.training.logging.wandb_run import Media
 from megatron_cp.training.optim import learning_rate
 from megatron_cp.training.setup import own_place
 from megatron_cp.training.step import StepResult
@@ -69,9 +65,9 @@ class Journal:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         self.stragglers = Stragglers(stage, state.config.records.log_interval)
         self._energy = EnergyMeter() if state.config.records.log_energy else None
-        self._peak = peak_tflops(_device_name(), bf16=state.config.model.bf16)
+        self._peak = peak_tflops(device_name(), bf16=state.config.model.bf16)
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
-        self._tracker = _open_tracker(state, described) if self._keeps else Tracker()
+        self._tracker = open_tracker(state, described) if self._keeps else Tracker()
         self._losses: dict[str, list[float]] = {LOSS_NAME: []}
         # A line is of the steps since the last line, a row of those since the last row. Clocks begin anew also behind
         # what is no step, an evaluation or a save; counts, and the steps that a line's losses are of, do not.
@@ -335,63 +331,6 @@ class Journal:
 def _mean(values: list[float]) -> float:
     """Returns their mean; NaN where there are none."""
     return sum(values) / len(values) if values else float("nan")
-
-
-def keeps_records(config: TrainConfig) -> bool:
-    """Returns whether this run writes a run.json of its own.
-
-    An evaluation of a run's checkpoint must not take the place of the run's own records.
-    """
-    run_dir = config.records.run_dir
-    if run_dir is None:
-        return False
-    return not (config.steps.skip_train and (Path(run_dir) / "run.json").exists())
-
-
-def _open_tracker(state: RunState, described: dict[str, Any]) -> Tracker:
-    """Returns the sinks that the arguments ask for."""
-    config = state.config
-    run_dir = None if config.records.run_dir is None else Path(config.records.run_dir)
-    wandb_dir = Path(config.records.wandb_save_dir or (run_dir / "wandb" if run_dir else "wandb"))
-    files = None
-    if run_dir is not None and keeps_records(config):
-        with told_if_refused("the run's records"):
-            files = RunFiles(run_dir, _description(state, described))
-    return Tracker(
-        wandb_run=start_wandb(config, wandb_dir), writer=start_tensorboard(config), files=files
-    )
-
-
-def _description(state: RunState, described: dict[str, Any]) -> dict[str, Any]:
-    """Returns what `run.json` says of the run at its start."""
-    config = state.config
-    return {
-        "name": config.records.wandb_exp_name or Path(config.records.run_dir or "").name,
-        "created": time.time(),
-        "iteration": state.iteration,
-        "command": list(sys.argv),
-        "arguments": dict(config.arguments),
-        "layout": {
-            "world_size": config.parallel.world_size,
-            "tensor": config.parallel.tensor_model_parallel_size,
-            "pipeline": config.parallel.pipeline_model_parallel_size,
-            "context": config.parallel.context_parallel_size,
-            "data": config.parallel.data_parallel_size,
-        },
-        "num_parameters": state.num_parameters,
-        **described,
-        "versions": versions(),
-        "machine": {
-            "platform": platform.platform(),
-            "processor": platform.machine(),
-            "device": _device_name(),
-        },
-    }
-
-
-def _device_name() -> str:
-    """Returns the GPU's name, or cpu."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def _documents_drawn(data: dict[str, Any]) -> int:
