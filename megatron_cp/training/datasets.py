@@ -34,7 +34,7 @@ from megatron_cp.training.logging.text_size import bytes_per_token
 from megatron_cp.training.same_samples import check_same_samples
 
 if TYPE_CHECKING:
-    from megatron_cp.training.checkpoint.state import RunState
+    from megatron_cp.training.run_state import RunState
 
 
 def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:

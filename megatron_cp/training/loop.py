@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training.bad_steps.check import BadStepError, StepCheck
 from megatron_cp.training.checkpoint.save import SaveError, Saver
-from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0
 from megatron_cp.training.profiling import memory_history, step_profiler
 from megatron_cp.training.replicas import ReplicasDifferError, check_replicas
+from megatron_cp.training.run_state import RunState
 from megatron_cp.training.same_batches import (
     BatchError,
     BatchesDifferError,

@@ -34,7 +34,6 @@ from megatron_cp.training.bad_steps.check import BadStepError
 from megatron_cp.training.checkpoint.choose import check_checkpoint
 from megatron_cp.training.checkpoint.load import follow_release, load_checkpoint
 from megatron_cp.training.checkpoint.save import SaveError
-from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import SPLITS, RunData, open_tokenizer
 from megatron_cp.training.held_folders import hold
@@ -48,6 +47,7 @@ from megatron_cp.training.logging.wandb_run import Media
 from megatron_cp.training.loop import Loaders, Run, run_to_end
 from megatron_cp.training.optim import build_optimizer, build_scheduler
 from megatron_cp.training.replicas import ReplicasDifferError
+from megatron_cp.training.run_state import RunState
 from megatron_cp.training.same_batches import BatchError
 from megatron_cp.training.setup import (
     ModelProvider,

@@ -292,7 +292,7 @@ def megatron_arguments(rank, world_size, folder):
         from megatron.core.transformer import enums
 
         from megatron_cp.training.checkpoint.load import load_checkpoint
-        from megatron_cp.training.checkpoint.state import own_random_states
+        from megatron_cp.training.random_states import own_random_states
 
         torch.manual_seed(7)
         states = own_random_states()

@@ -22,8 +22,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_cp.comm.groups import agreement_group
 from megatron_cp.data.batch import PlannedBatch, PlanRequest, plan_batch
 from megatron_cp.training.bad_steps.attempt import gradient_norm
-from megatron_cp.training.checkpoint.state import own_random_states, restore_random_states
 from megatron_cp.training.logging.auxiliary import auxiliary_losses
+from megatron_cp.training.random_states import own_random_states, restore_random_states
 from megatron_cp.training.step import Runner, whole_parameters
 
 

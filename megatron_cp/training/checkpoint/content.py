@@ -13,8 +13,8 @@ from megatron_cp.training.checkpoint.compare import (
     consequence,
     keeps_initial_values,
 )
-from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.run_state import RunState
 
 
 @dataclass

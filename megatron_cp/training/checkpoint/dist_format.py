@@ -37,17 +37,17 @@ from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
 from megatron_cp.training.checkpoint.content import Content
 from megatron_cp.training.checkpoint.optimizer_parts import check_groups, in_parts_of
 from megatron_cp.training.checkpoint.state import (
-    RunState,
     chunks_by_name,
     counters,
     first_line,
     of_this_replica,
-    own_random_states,
     random_states,
 )
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.random_states import own_random_states
+from megatron_cp.training.run_state import RunState
 from megatron_cp.training.together import gather, refused_together
 
 # A checkpoint that is damaged or of something else makes Megatron and torch raise nearly anything;

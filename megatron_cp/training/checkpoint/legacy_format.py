@@ -27,13 +27,13 @@ from megatron_cp.training.checkpoint.formats import (
 )
 from megatron_cp.training.checkpoint.integrity import HashedFile
 from megatron_cp.training.checkpoint.state import (
-    RunState,
     chunks_by_name,
     counters,
     of_this_replica,
     random_states,
 )
 from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.run_state import RunState
 from megatron_cp.training.together import gather, refused_together
 
 

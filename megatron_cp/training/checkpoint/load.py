@@ -30,15 +30,11 @@ from megatron_cp.training.checkpoint.meaning import (
     changes_of_meaning,
     foreign_meaning,
 )
-from megatron_cp.training.checkpoint.state import (
-    RunState,
-    chunks_by_name,
-    first_line,
-    restore_counters,
-    restore_random_states,
-)
+from megatron_cp.training.checkpoint.state import chunks_by_name, first_line, restore_counters
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.random_states import restore_random_states
+from megatron_cp.training.run_state import RunState
 from megatron_cp.training.together import gather, refused_together
 
 _LOAD = {"torch_dist": dist_format.load, "torch": legacy_format.load}

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_cp.mcore.optimizer import fill_missing_state
 from megatron_cp.training.checkpoint import dist_format, files, legacy_format
 from megatron_cp.training.checkpoint.background import BackgroundWrite
-from megatron_cp.training.checkpoint.state import RunState, first_line, manifest_of
+from megatron_cp.training.checkpoint.state import first_line, manifest_of
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.run_state import RunState
 from megatron_cp.training.together import gather
 
 _SAVE = {"torch_dist": dist_format.save, "torch": legacy_format.save}

@@ -1,15 +1,11 @@
-"""The state of a run that goes into a checkpoint, whatever the format: what it is made of, counters, random states."""
+"""What of a run's state goes into a checkpoint, whatever the format: chunks by name, counters, random states."""
 
 from __future__ import annotations
 
-import random
 from argparse import Namespace
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -17,6 +13,8 @@ from megatron_cp.training.checkpoint import files
 from megatron_cp.training.checkpoint.meaning import meaning_of
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.random_states import own_random_states
+from megatron_cp.training.run_state import RunState
 from megatron_cp.training.together import gather
 
 _LAYOUT = (
@@ -25,26 +23,6 @@ _LAYOUT = (
     "context_parallel_size",
     "world_size",
 )
-
-
-@dataclass
-class RunState:
-    """What a run is made of, and where it stands. The loop advances it, a checkpoint keeps it."""
-
-    config: TrainConfig
-    model: list[Any]
-    optimizer: Any
-    scheduler: Any
-    num_parameters: int = 0
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_valid_samples: int = 0
-    flops: int = 0
-    restarts: int = 0
-    data: dict[str, Any] = field(default_factory=dict)
-    """State of the training loader after `iteration` steps (JSON)."""
-    foreign_arguments: dict[str, Any] = field(default_factory=dict)
-    """Those of Megatron-LM, where the run goes on from its checkpoint."""
 
 
 def chunks_by_name(state: RunState) -> dict[str, Any]:
@@ -109,26 +87,6 @@ def of_this_replica(config: TrainConfig, saved: list[dict[str, Any]] | None) -> 
         )
     print_rank_0(f" random states are not loaded: {reason}; dropout goes on from --seed")
     return None
-
-
-def own_random_states() -> dict[str, Any]:
-    """Returns every random state of this rank, under Megatron-LM's names."""
-    return {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Puts back every random state of this rank."""
-    random.setstate(states["random_rng_state"])
-    np.random.set_state(states["np_rng_state"])
-    torch.set_rng_state(states["torch_rng_state"])
-    torch.cuda.set_rng_state(states["cuda_rng_state"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
 
 
 def manifest_of(state: RunState) -> dict[str, Any]:

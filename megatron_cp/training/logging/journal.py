@@ -17,7 +17,6 @@ from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.prompts import TextSample
 from megatron_cp.mcore.loss import LOSS_NAME
 from megatron_cp.training.checkpoint.save import Saved
-from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.logging.closing import Summary, closing_box, flag_of_more, next_lines
 from megatron_cp.training.logging.energy import EnergyMeter
 from megatron_cp.training.logging.flops import ModelFlops
@@ -43,6 +42,7 @@ from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.logging.tracking import Tracker
 from megatron_cp.training.logging.wandb_run import Media
 from megatron_cp.training.optim import learning_rate
+from megatron_cp.training.run_state import RunState
 from megatron_cp.training.setup import own_place
 from megatron_cp.training.step import StepResult
 from megatron_cp.training.whole_files import append_whole

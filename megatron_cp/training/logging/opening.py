@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from megatron_cp.training.agreement import versions
-from megatron_cp.training.checkpoint.state import RunState
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.lines import told_if_refused
 from megatron_cp.training.logging.records import RunFiles
 from megatron_cp.training.logging.tracking import Tracker, start_tensorboard
 from megatron_cp.training.logging.wandb_run import start_wandb
+from megatron_cp.training.run_state import RunState
 
 
 def keeps_records(config: TrainConfig) -> bool:
