@@ -243,13 +243,17 @@ def test_a_signal_ends_the_tool_and_nothing_stays(tmp_path, number):
         [sys.executable, preprocess_data.__file__, *map(str, command)],
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests may run under nohup
     )
-    with (tmp_path / "in.jsonl").open("w") as pipe:
+    with tool, (tmp_path / "in.jsonl").open("w") as pipe:
         pipe.write('{"text": "abc"}\n')
         pipe.flush()
-        wait_until(lambda: any((tmp_path / "out").glob("*")), "the tool wrote nothing")
-        tool.send_signal(number)
-        _, said = tool.communicate(timeout=HANG_SECONDS)
+        try:
+            wait_until(lambda: any((tmp_path / "out").glob("*")), "the tool wrote nothing")
+            tool.send_signal(number)
+            _, said = tool.communicate(timeout=HANG_SECONDS)
+        finally:
+            tool.kill()
     assert tool.returncode == 128 + number
     assert said.decode() == f"preprocess_data.py: {number.name}: nothing is written\n"
     assert list((tmp_path / "out").iterdir()) == []
