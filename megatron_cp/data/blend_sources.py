@@ -49,9 +49,8 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> tuple[BlendS
         _check_weights(sources, flag)
     seen: set[str] = set()
     for _, prefix in sources:
-        place = os.path.realpath(
-            prefix
-        )  # "a" and "./a" would give the same packs in the same order
+        # "a" and "./a" would give the same packs in the same order.
+        place = os.path.realpath(prefix)
         if place in seen:
             raise ValueError(
                 f"{flag} names {prefix!r} twice; name it once, with the sum of its weights"

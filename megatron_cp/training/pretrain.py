@@ -124,9 +124,9 @@ def pretrain(
 def _prepare(
     config: TrainConfig, model_checker: ModelChecker | None
 ) -> tuple[TrainConfig, RunData, PlanRequest]:
-    """Returns the documents, the plans that their batches need, and the configuration with what files add to it.
+    """Returns the configuration with what files add to it, the documents, and the plans that their batches need.
 
-    That is the vocabulary, a release to load, and notes. Raises what `one_line_errors` takes for all that can be
+    Files add the vocabulary, a release to load, and notes. Raises what `one_line_errors` takes for all that can be
     wrong without a process group.
     """
     config, data = datasets.open_data(config)
