@@ -21,6 +21,7 @@ _TOO_LONG = "longer than the limit"
 _EMPTY = "empty"
 # How gzip, zstd, xz and bzip2 begin.
 _COMPRESSED = re.compile(rb"\x1f\x8b|\x28\xb5\x2f\xfd|\xfd7zXZ\0|BZh[1-9]1AY&SY")
+_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[")  # all records of a file in one value
 
 
 class RepeatedKeyError(ValueError):
@@ -45,7 +46,8 @@ class TextInputs:
 
     Raises:
         FileNotFoundError: a path does not exist.
-        ValueError: a file of `paths` is compressed; while reading, one that is not blank has no document.
+        ValueError: a file of `paths` is compressed or one array of JSON; or, while reading, is not blank and has no
+            document.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class TextInputs:
         for path in paths:
             if not path.exists():
                 raise FileNotFoundError(f"--input {path} does not exist; give files or folders")
-            if path.is_file() and _is_compressed(path):  # now, not when its turn comes
-                raise ValueError(f"--input {path} is compressed; unpack it, and give what is in it")
+            if path.is_file():  # now, not when its turn comes
+                _refuse_format(path)
         self.paths, self.fields, self.patterns = tuple(paths), tuple(fields), tuple(patterns)
         self.max_document_bytes = max_document_bytes
         self.skipped: Counter[str] = Counter()
@@ -141,6 +143,9 @@ class TextInputs:
     def _lines(self, file: Path, name: str) -> Iterator[dict[str, str]]:
         total, num_bytes = hashlib.sha256(), 0
         with file.open("rb") as stream:
+            if _ARRAY.match(stream.peek(64)):  # its last record alone may look like a line
+                self.skipped["JSON array, not lines"] += 1
+                return
             while line := stream.readline(self.max_document_bytes):
                 total.update(line)
                 num_bytes += len(line)
@@ -213,6 +218,13 @@ class TextInputs:
         self.sources.append({"path": name, "bytes": num_bytes, "sha256": sha256})
 
 
-def _is_compressed(path: Path) -> bool:
+def _refuse_format(path: Path) -> None:
+    """Raises ValueError for a file that is no text, or no lines, as its first bytes say."""
     with path.open("rb") as stream:
-        return _COMPRESSED.match(stream.read(16)) is not None
+        head = stream.read(64)
+    if _COMPRESSED.match(head):
+        raise ValueError(f"--input {path} is compressed; unpack it, and give what is in it")
+    if path.suffix.lower() in JSON_SUFFIXES and _ARRAY.match(head):
+        raise ValueError(
+            f"--input {path} is one JSON array; each line must be a document: jq -c '.[]' {path} > {path.stem}.jsonl"
+        )

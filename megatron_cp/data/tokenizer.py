@@ -7,7 +7,7 @@ All tokenizers carry what Megatron's datasets ask of one: `eod`, `pad`, `vocab_s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -148,12 +148,7 @@ class HuggingFaceTokenizer:
         self.path = file
         self.eod: int = eod
         self.pad: int = eod if pad is None else pad
-        self.vocab_size: int = max(vocabulary.values()) + 1  # ids may have holes
-        if self.vocab_size > _MOST_IDS_PER_TOKEN * len(vocabulary) + _MOST_FREE_IDS:
-            raise ValueError(
-                f"{file}: token id {self.vocab_size - 1} with {len(vocabulary)} tokens; an embedding would have "
-                "a row for every id below it: number the tokens without such holes"
-            )
+        self.vocab_size: int = _vocab_size(vocabulary, file)
 
     @property
     def unique_identifiers(self) -> dict[str, str]:
@@ -181,6 +176,17 @@ class HuggingFaceTokenizer:
     def detokenize(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids without special tokens."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
+
+
+def _vocab_size(vocabulary: Mapping[str, int], file: Path) -> int:
+    """Returns one more than the largest id, as ids may have holes. Raises ValueError for holes that are too many."""
+    size = max(vocabulary.values()) + 1
+    if size > _MOST_IDS_PER_TOKEN * len(vocabulary) + _MOST_FREE_IDS:
+        raise ValueError(
+            f"{file}: token id {size - 1} with {len(vocabulary)} tokens; an embedding would have a row for every "
+            "id below it: number the tokens without such holes"
+        )
+    return size
 
 
 class GPT2BPETokenizer:
@@ -220,7 +226,7 @@ class GPT2BPETokenizer:
         self.paths = (Path(vocab_file), Path(merge_file))
         self.eod: int = vocabulary[_EOD_NAMES[0]]
         self.pad: int = self.eod
-        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.vocab_size: int = _vocab_size(vocabulary, self.paths[0])
 
     @property
     def unique_identifiers(self) -> dict[str, str]:

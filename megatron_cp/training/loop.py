@@ -9,7 +9,6 @@ comes during a save lets it end and causes no second one.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from megatron_cp.training.bad_steps.check import BadStepError, StepCheck
 from megatron_cp.training.checkpoint.save import SaveError, Saver
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.journal import Journal
-from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0
+from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0, warn
 from megatron_cp.training.profiling import memory_history, step_profiler
 from megatron_cp.training.replicas import ReplicasDifferError, check_replicas
 from megatron_cp.training.run_state import RunState
@@ -197,7 +196,7 @@ def _published_if_all_ranks_end(run: Run) -> Iterator[None]:
             try:
                 run.saver.finish()
             except SaveError as failure:
-                sys.stderr.write(f"WARNING: {failure}\n")
+                warn(str(failure))
         raise
 
 

@@ -150,11 +150,23 @@ def test_a_compressed_input_is_refused_and_one_of_a_folder_counted(tmp_path, pac
     assert set(skipped) <= {"not UTF-8", "NUL character", "not JSON"}  # of later "lines"
 
 
+@pytest.mark.parametrize("start", ["[", "\n [\n", "\ufeff["])
+def test_an_array_of_json_is_refused_and_one_of_a_folder_counted(tmp_path, start):
+    """Its last record stands alone in its line, as a document would."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    array = start + '{"text": "x"},\n{"text": "y"}\n]\n'
+    (tmp_path / "b.json").write_text(array, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"b.json is one JSON array; each line must be a document"):
+        TextInputs([tmp_path / "a.jsonl", tmp_path / "b.json"])
+    records, skipped, _ = texts([tmp_path])
+    assert records == [{"text": "one"}]
+    assert skipped == {"JSON array, not lines": 1}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reasons"),
     [
         ("b.jsonl", b'{"other": "x"}\n\n{\n', "1 no text in field text, 1 not JSON"),
-        ("b.json", b'[{"text": "x"},\n{"text": "y"}]\n', "2 not JSON"),
         ("b.txt", "\u00e9".encode("latin-1"), "1 not UTF-8"),
         ("b.txt", b"x" * 50, "1 longer than the limit"),
     ],

@@ -255,6 +255,9 @@ def test_files_that_are_not_gpt_2s_are_refused(gpt2_files, tmp_path):
     (tmp_path / "m.txt").write_text("#version: 0.2\n")
     with pytest.raises(ValueError, match=r"has no <.endoftext.>"):
         GPT2BPETokenizer(tmp_path / "v.json", tmp_path / "m.txt")
+    (tmp_path / "v.json").write_text('{"<|endoftext|>": 0, "a": 4000000000}')
+    with pytest.raises(ValueError, match=r"v\.json: token id 4000000000 with 2 tokens"):
+        GPT2BPETokenizer(tmp_path / "v.json", tmp_path / "m.txt")
 
 
 @pytest.mark.parametrize(

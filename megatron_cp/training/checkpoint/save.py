@@ -11,7 +11,6 @@ the latest, and `--on-save-error` says whether training goes on.
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +25,7 @@ from megatron_cp.mcore.optimizer import fill_missing_state
 from megatron_cp.training.checkpoint import dist_format, files, legacy_format
 from megatron_cp.training.checkpoint.background import BackgroundWrite
 from megatron_cp.training.checkpoint.state import first_line, manifest_of
-from megatron_cp.training.logging.lines import print_rank_0
+from megatron_cp.training.logging.lines import print_rank_0, warn
 from megatron_cp.training.run_state import RunState
 from megatron_cp.training.together import gather
 
@@ -197,9 +196,9 @@ class Saver:
         try:
             files.remove_replaced(self._root, previous, current, interval)
         except OSError as failure:
-            sys.stderr.write(
-                f"WARNING: an older checkpoint could not be removed: {failure}; iteration {current} is saved "
-                "and is the latest, and the older one may be damaged: remove it by hand\n"
+            warn(
+                f"an older checkpoint could not be removed: {failure}; iteration {current} is saved "
+                "and is the latest, and the older one may be damaged: remove it by hand"
             )
 
     @contextmanager
@@ -248,7 +247,7 @@ class Saver:
                 raise SaveError(
                     f"{failure}; free space or mend the folder, and go on from there with --load{more}"
                 ) from failure
-            sys.stderr.write(f"WARNING: {failure}; training goes on (--on-save-error continue)\n")
+            warn(f"{failure}; training goes on (--on-save-error continue)")
 
 
 # What torch says where a file took fewer bytes than it was given; the system's own reason is lost there.
