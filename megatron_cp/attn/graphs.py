@@ -18,9 +18,9 @@ def outside_compiled_graphs(function: F) -> F:
     disabled = torch._disable_dynamo(function)  # type: ignore[no-untyped-call, attr-defined, unused-ignore]
 
     @wraps(function)
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
-            return disabled(*arguments)
-        return function(*arguments)
+            return disabled(*arguments, **named)
+        return function(*arguments, **named)
 
     return cast(F, call)

@@ -6,7 +6,7 @@ head dims up to 128:
 q, k, v, dout, delta, lse -> main -> dk, dv; dq as a float sum that key tiles add to, in any order
 dq sum -> postprocess -> dq                                    scaled, in the type asked for
 
-head dims above, and `deterministic`:
+head dims above, `deterministic`, and where rows have few keys (device_lists.py):
 q, k, v, dout, delta, lse -> main -> dk, dv
 q, k, v, dout, delta, lse -> dq                                from query tiles, added to by no one else
 """
