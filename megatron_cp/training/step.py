@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class StepResult:
     """Of a step that was left out there are none."""
     max_attention_logit: float | None = None
     """The largest of all heads, layers and ranks, where it was asked for."""
+
+    @property
+    def loss_is_no_number(self) -> bool:
+        """Returns whether there is a loss and it is infinite or NaN."""
+        return self.loss is not None and not math.isfinite(self.loss)
 
 
 @dataclass(frozen=True)

@@ -211,37 +211,6 @@ def test_dq_has_a_kernel_of_its_own_in_the_deterministic_mode_and_for_wide_heads
     assert ("mcp_attention_backward_postprocess" in entries) != apart
 
 
-@pytest.mark.parametrize(
-    ("changed", "is_in_order"),
-    [
-        ({}, True),
-        ({"length": 1024}, False),  # 512.5 keys a row
-        ({"num_rows": 8191}, False),
-        ({"num_kv_heads": 4}, False),
-        ({"num_kv_heads": 4, "num_rows": 16384}, True),
-        ({"dim": 64}, False),
-        ({"softcap": 1.5}, False),
-        ({"adds": True}, False),
-    ],
-)
-def test_where_rows_have_few_keys_gradients_come_in_order(changed, is_in_order):
-    asked = {
-        "num_rows": 8192,
-        "length": 1022,
-        "num_kv_heads": 8,
-        "dim": 128,
-        "softcap": 0.0,
-    } | changed
-    num_rows, length, dim = asked["num_rows"], asked["length"], asked["dim"]
-    lengths = [length] * (num_rows // length)
-    mask = masks.documents([*lengths, num_rows - sum(lengths)])
-    q, v = (torch.empty(num_rows, heads, dim).half() for heads in (8, asked["num_kv_heads"]))
-    options = AttendOptions(0.25, asked["softcap"], "hopper")
-    with host_device():
-        lists = gradient_work_of(q, v, mask, options, adds=asked.get("adds", False))
-    assert lists.in_order == (lists.dq_tiles > 0) == is_in_order
-
-
 def test_parts_add_to_the_gradients_that_are_held_whoever_makes_them(device):
     mask, (q, k, v) = masks.causal(40), draw(40, 40, (2, 1), (192, 192), torch.float16)
     out, lse = hopper.forward(q, k, v, mask, OPTIONS)

@@ -36,11 +36,12 @@ from megatron_cp.training.logging.metrics import (
 )
 from megatron_cp.training.logging.opening import device_name, open_tracker
 from megatron_cp.training.logging.records import plan_sample
-from megatron_cp.training.logging.speed import Clock, Counts, Speed, peak_tflops
+from megatron_cp.training.logging.speed import Clock, Speed, peak_tflops
 from megatron_cp.training.logging.stragglers import Stragglers
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.logging.tracking import Tracker
 from megatron_cp.training.logging.wandb_run import Media
+from megatron_cp.training.logging.window import Window
 from megatron_cp.training.optim import learning_rate
 from megatron_cp.training.run_state import RunState
 from megatron_cp.training.setup import own_place
@@ -68,12 +69,7 @@ class Journal:
         self._peak = peak_tflops(device_name(), bf16=state.config.model.bf16)
         self._keeps = dist.get_rank() == dist.get_world_size() - 1
         self._tracker = open_tracker(state, described) if self._keeps else Tracker()
-        self._losses: dict[str, list[float]] = {LOSS_NAME: []}
-        # A line is of the steps since the last line, a row of those since the last row. Clocks begin anew also behind
-        # what is no step, an evaluation or a save; counts, and the steps that a line's losses are of, do not.
-        self._line, self._row = Clock(), Clock()
-        self._line_counts, self._row_counts = Counts(), Counts()
-        self._steps_since_line = 0
+        self._line, self._row = Window(), Window()
         self._last: dict[str, Any] = {}
         self._summary = Summary()
         self._evaluated: dict[str, int] = {}
@@ -97,26 +93,17 @@ class Journal:
         work = work_of_step(batches, device)
         operations = self._flops.of_step(work.num_tokens, work.area)
         state.flops += operations
-        self._steps_since_line += 1
         self._summary.step(result.loss, work.num_tokens)
-        is_no_number = result.loss is not None and not math.isfinite(result.loss)
-        for clock in (self._line, self._row):
-            clock.step(work.num_tokens, operations, waited_s)
-        for counts in (self._line_counts, self._row_counts):
-            counts.skipped += not result.updated
-            counts.nan += is_no_number
-            counts.nonfinite += result.grad_norm is not None and not math.isfinite(result.grad_norm)
-            counts.hybrid += batches[0].spans_replicas
-        if result.loss is not None and not is_no_number:
-            self._losses[LOSS_NAME].append(result.loss)
-        for name, value in result.auxiliary.means.items():
-            self._losses.setdefault(name, []).append(value)
-        if is_no_number:
+        for window in (self._line, self._row):
+            window.clock.step(work.num_tokens, operations, waited_s)
+            window.step(result, is_hybrid=batches[0].spans_replicas)
+        if result.loss_is_no_number:
             self.alert("loss is not finite", f"step {state.iteration}: lm loss {result.loss}")
-        self.tokens_per_s = self._line.tokens_per_s()
-        if self._keeps and state.iteration % config.records.tensorboard_log_interval == 0:
-            self._track(batches, result, params_norm, device)
-            self._row, self._row_counts = Clock(), Counts()
+        self.tokens_per_s = self._line.clock.tokens_per_s()
+        if state.iteration % config.records.tensorboard_log_interval == 0:
+            if self._keeps:
+                self._track(batches, result, params_norm, device)
+            self._row = Window()
         self._sample(batches)
         if state.iteration % config.records.log_interval == 0:
             self._print(result, params_norm)
@@ -144,7 +131,7 @@ class Journal:
     ) -> None:
         """One row under Megatron-LM's keys, and ours."""
         config, state = self._state.config, self._state
-        clock, counts = self._row, self._row_counts
+        clock = self._row.clock
         row: dict[str, Any] = {
             LOSS_NAME: result.loss,
             **result.auxiliary.means,
@@ -159,10 +146,10 @@ class Journal:
             "samples vs steps": state.consumed_samples,
             "iteration-time": clock.seconds,
             "throughput": clock.tflops(config.parallel.world_size),
-            **self._speed(clock, counts).row(),
+            **self._speed(self._row).row(),
             "loss/valid_tokens": result.valid_tokens,
-            "grad/nonfinite": float(counts.nonfinite),
-            "grad/skipped": float(counts.skipped),
+            "grad/nonfinite": float(self._row.nonfinite),
+            "grad/skipped": float(self._row.skipped),
             "data/wait_s": clock.waited_s / clock.steps,
             "data/cursor": float(_documents_drawn(state.data)),
             "restart/count": float(state.restarts),
@@ -190,51 +177,47 @@ class Journal:
             )
             self._tracker.add_plan_sample(sample)
 
-    def _speed(self, clock: Clock, counts: Counts) -> Speed:
-        config = self._state.config
+    def _speed(self, window: Window) -> Speed:
+        config, clock = self._state.config, window.clock
         world_size = config.parallel.world_size
         return Speed(
             tokens_per_s=clock.tokens_per_s(),
             world_size=world_size,
             mfu=None if self._peak is None else clock.tflops(world_size) / self._peak,
-            hybrid_steps=counts.hybrid if config.parallel.spans_replicas else None,
+            hybrid_steps=window.hybrid if config.parallel.spans_replicas else None,
             remaining_s=clock.seconds * (config.steps.train_iters - self._state.iteration),
         )
 
     def _print(self, result: StepResult, norm: float | None) -> None:
         """Megatron-LM's line over the steps since the last one."""
-        config, state = self._state.config, self._state
-        clock, counts = self._line, self._line_counts
-        # A window may hold no token that counts in the loss; it is NaN where a loss was no number.
-        means = {name: _mean(v) for name, v in self._losses.items() if v or counts.nan}
+        config, state, line = self._state.config, self._state, self._line
         report = StepReport(
             iteration=state.iteration,
             train_iters=config.steps.train_iters,
             consumed_samples=state.consumed_samples,
-            elapsed_ms=clock.seconds * 1e3,
-            tflops=clock.tflops(config.parallel.world_size)
+            elapsed_ms=line.clock.seconds * 1e3,
+            tflops=line.clock.tflops(config.parallel.world_size)
             if config.records.log_throughput
             else None,
             learning_rate=learning_rate(state.optimizer),
             global_batch_size=result.num_packs,
-            losses=means,
+            losses=line.mean_losses(),
             grad_norm=result.grad_norm,
             num_zeros=None if result.num_zeros is None else float(result.num_zeros),
             params_norm=norm,
             loss_scale=result.loss_scale,
-            skipped_iterations=counts.skipped,
-            nan_iterations=counts.nan,
-            speed=self._speed(clock, counts).fields(),
+            skipped_iterations=line.skipped,
+            nan_iterations=line.nan,
+            speed=self._speed(line).fields(),
         )
         print_rank_last(training_line(report))
         self._print_where_time_went()
-        self._losses, self._line_counts = {LOSS_NAME: []}, Counts()
-        self._restart_line()
+        self._line = Window()
+        self._start_energy()
 
     def _print_where_time_went(self) -> None:
         """Timers, slow ranks and energy since the last line, where they are asked for."""
-        options, state, num_steps = self._state.config.records, self._state, self._steps_since_line
-        self._steps_since_line = 0
+        options, state, num_steps = self._state.config.records, self._state, self._line.num_steps
         text, row = self._timers.report(num_steps)
         lines = [text] if text else []
         if options.log_straggler:
@@ -242,9 +225,8 @@ class Journal:
             lines.append(line)
             row |= slow
         if self._energy is not None:
-            line, used = self._energy.report(
-                self._line.steps, self._line.seconds, self._state.config.parallel.world_size
-            )
+            clock, world_size = self._line.clock, self._state.config.parallel.world_size
+            line, used = self._energy.report(clock.steps, clock.seconds, world_size)
             lines.append(line)
             row |= used
         if options.log_memory_interval and state.iteration % options.log_memory_interval == 0:
@@ -256,11 +238,10 @@ class Journal:
 
     def restart_clock(self) -> None:
         """The next steps are timed from now on."""
-        self._row = Clock()
-        self._restart_line()
+        self._row.clock, self._line.clock = Clock(), Clock()
+        self._start_energy()
 
-    def _restart_line(self) -> None:
-        self._line = Clock()
+    def _start_energy(self) -> None:
         if self._energy is not None:
             self._energy.start()
 
@@ -326,11 +307,6 @@ class Journal:
             },
             None if run_dir is None or make_media is None else lambda: make_media(Path(run_dir)),
         )
-
-
-def _mean(values: list[float]) -> float:
-    """Returns their mean; NaN where there are none."""
-    return sum(values) / len(values) if values else float("nan")
 
 
 def _documents_drawn(data: dict[str, Any]) -> int:

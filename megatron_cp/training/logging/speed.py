@@ -56,16 +56,6 @@ class Clock:
         return self.tokens / (self.steps * self.seconds)
 
 
-@dataclass
-class Counts:
-    """Steps that were something: without an update, with a loss or a gradient that is no number, over all replicas."""
-
-    skipped: int = 0
-    nan: int = 0
-    nonfinite: int = 0
-    hybrid: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Speed:
     """Means over some steps."""
