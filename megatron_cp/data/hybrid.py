@@ -26,6 +26,7 @@ from megatron_cp.data.batch import (
     plan_batch,
 )
 from megatron_cp.data.document_set import Documents
+from megatron_cp.data.pack_cost import comparable
 from megatron_cp.data.packing import Pack
 from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
@@ -34,8 +35,6 @@ from megatron_cp.plan.hardware.makespan import layer_seconds
 from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
-
-_DIGITS = 15  # of a second: two processors may differ in the last bits of a sum
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def is_hybrid_faster(hybrid_M: Sequence[float], fixed_MR: Sequence[Sequence[floa
     `hybrid_M`: seconds of each micro-batch; `fixed_MR`: what each replica's part takes at least.
     """
     slowest = max(map(sum, zip(*fixed_MR, strict=True)))
-    return round(sum(hybrid_M), _DIGITS) < round(slowest, _DIGITS)
+    return comparable(sum(hybrid_M)) < comparable(slowest)
 
 
 def seconds_of(batch: PlannedBatch, request: PlanRequest) -> float:

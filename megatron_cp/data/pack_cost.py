@@ -21,8 +21,12 @@ from megatron_cp.plan.bounds.bounds import MaskExtent, best_degree
 from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import PASSES, OwnRows
 
-_DIGITS = 15  # of a second: two processors may differ in the last bits of a sum
 Window = tuple[int, int] | None
+
+
+def comparable(seconds: float) -> float:
+    """Returns seconds as all processors have them: two may differ in the last bits of a sum."""
+    return round(seconds, 15)
 
 
 def pack_seconds(
@@ -62,7 +66,7 @@ def least_seconds(
         seconds += layers * sum(
             best_degree(extent, cp_size, own, config, name)[0] for name in PASSES
         )
-    return round(seconds, _DIGITS)
+    return comparable(seconds)
 
 
 def _layers(request: PlanRequest) -> Iterator[tuple[int, Window]]:
