@@ -199,9 +199,10 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
     unsaid = _UNSAID | (_UNSAID_OF_EXPERTS if said.get("num_experts") else {})
     expected = unsaid | said
     expected["apply_layernorm_1p"] = expected["layernorm_zero_centered_gamma"]  # Megatron-LM's name
-    saved = {
-        name: None if name in _FACTORS and value == 1 else value for name, value in saved.items()
-    }
+    expected, saved = (
+        {name: None if name in _FACTORS and value == 1 else value for name, value in one.items()}
+        for one in (expected, saved)
+    )
     free = _FREE | {"group_query_attention"}  # num_query_groups says it
     if expected["multi_latent_attention"]:
         free |= {"kv_channels", "num_query_groups"}  # Megatron does not read them then
@@ -213,9 +214,12 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
         saved["moe_router_pre_softmax"] = True  # so it weighs experts, whatever was said
     if (saved.get("vocab_size") or 0) > said["vocab_size"]:
         free -= {"vocab_size"}  # what the run learned of the others would be cut off
-    if expected["window_size"] is not None and "window_attn_skip_freq" in saved:
-        # Without it Megatron gives all layers the window.
-        saved["window_attn_skip_freq"] = saved["window_attn_skip_freq"] or [1] * said["num_layers"]
+    if expected["window_size"] is not None:
+        for one in (expected, saved):
+            if "window_attn_skip_freq" in one:  # without it Megatron gives all layers the window
+                one["window_attn_skip_freq"] = (
+                    one["window_attn_skip_freq"] or [1] * said["num_layers"]
+                )
     one, other = (
         _layer_by_layer(arguments, said["num_layers"]) for arguments in (expected, expected | saved)
     )
@@ -231,6 +235,7 @@ def _layer_by_layer(arguments: Arguments, num_layers: int) -> Arguments:
     layers = range(num_layers)
     written_out: Arguments = {
         "moe_layer_freq": lambda every: [layer % every == 0 for layer in layers],
+        "no_rope_freq": lambda every: [(layer + 1) % every == 0 for layer in layers],
         **dict.fromkeys(
             ("linear_attention_freq", "window_attn_skip_freq"),
             lambda every: [(layer + 1) % every != 0 for layer in layers],

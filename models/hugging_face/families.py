@@ -55,7 +55,14 @@ _NO_WINDOW = {
 }
 _NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 _SHAPE = (*s.SIZES, s.TIED)
+_ANY_SHARE_ROTATES = {k: v for k, v in _PLAIN.items() if k != "partial_rotary_factor"}
 _EXPERTS_AFTER_SOFTMAX = {"moe_router_score_function": "softmax"}
+_EXPERTS_BY_SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_pre_softmax": False,
+    "moe_router_dtype": "fp32",
+}
 
 LLAMA = Family(
     model_type="llama",
@@ -64,6 +71,22 @@ LLAMA = Family(
     settings=(*_SHAPE, rope.ROPE),
     constants=_LLAMA_LIKE,
     only=_PLAIN | _NO_BIAS,
+)
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    weights=LLAMA.weights,
+    settings=(*_SHAPE, rope.ROPE, s.WINDOW_EVERYWHERE),
+    constants={key: value for key, value in _LLAMA_LIKE.items() if not key.startswith("window_")},
+    only=_PLAIN | _NO_BIAS | {"layer_types": (None,)},
+)
+SMOLLM3 = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    weights=LLAMA.weights,
+    settings=(*_SHAPE[:-1], s.TIED_UNLESS_SAID, rope.ROPE, s.UNROTATED_LAYERS),
+    constants=_LLAMA_LIKE,
+    only=_PLAIN | _NO_BIAS | _NO_WINDOW,
 )
 QWEN2 = Family(
     model_type="qwen2",
@@ -128,7 +151,7 @@ QWEN3_NEXT = Family(
     },
     settings=(
         *_SHAPE,
-        rope.PARTIAL_ROPE,
+        rope.partial_rope(0.25),
         *s.LINEAR_LAYERS,
         s.NUM_EXPERTS_ALONE,
         s.TOP_K,
@@ -146,9 +169,37 @@ QWEN3_NEXT = Family(
         "experimental_attention_variant": "gated_delta_net",
         "moe_shared_expert_gate": True,
     },
-    only={key: values for key, values in _PLAIN.items() if key != "partial_rotary_factor"}
-    | _NO_BIAS
-    | {"use_sliding_window": (False, None)},
+    only=_ANY_SHARE_ROTATES | _NO_BIAS | {"use_sliding_window": (False, None)},
+)
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    weights={
+        "model": w.OUTER,
+        "layer": (
+            *w.ATTENTION,
+            *w.where("add_qkv_bias", w.QKV_BIAS),
+            *w.where("qk_layernorm", w.QK_NORM),
+        ),
+        "dense layer": (*w.DENSE_NORM, *w.DENSE),
+        "expert layer": (*w.EXPERT_NORM, *w.DEEPSEEK_ROUTER, *w.SHARED_EXPERTS),
+        "expert": w.QWEN_EXPERTS,
+    },
+    settings=(
+        *_SHAPE,
+        rope.partial_rope(0.5),
+        s.QKV_BIASES,
+        s.QK_NORMS,
+        s.ROUTED_EXPERTS,
+        s.TOP_K,
+        s.EXPERT_WIDTH,
+        s.FIRST_DENSE_LAYERS,
+        s.SHARED_WIDTH,
+        s.GROUPS,
+        s.ROUTED_SCALING,
+    ),
+    constants=_LLAMA_LIKE | _EXPERTS_BY_SIGMOID,
+    only=_ANY_SHARE_ROTATES | {"norm_topk_prob": (True, None)},
 )
 MIXTRAL = Family(
     model_type="mixtral",
@@ -234,14 +285,8 @@ DEEPSEEK_V3 = Family(
         s.ROUTED_SCALING,
     ),
     constants=_LLAMA_LIKE
-    | {
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_pre_softmax": False,
-        "moe_router_dtype": "fp32",
-    },
+    | _EXPERTS_BY_SIGMOID
+    | {"multi_latent_attention": True, "qk_layernorm": True},
     only=_PLAIN
     | _NO_BIAS
     | {
@@ -257,5 +302,17 @@ DEEPSEEK_V3 = Family(
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT, MIXTRAL, GPT_OSS, DEEPSEEK_V3)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        SMOLLM3,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        QWEN3_NEXT,
+        GLM4_MOE,
+        MIXTRAL,
+        GPT_OSS,
+        DEEPSEEK_V3,
+    )
 }

@@ -114,30 +114,33 @@ def _rope_to_config(arguments: Arguments) -> dict[str, Any]:
 ROPE = Setting(keys=_ROPE_KEYS, to_arguments=_rope_from_config, to_config=_rope_to_config)
 
 
-def _partial_rope_from_config(config: Config) -> Arguments:
-    """A share of each head turns; the family's default is a quarter."""
-    theta, kind, said = _rope(config)
-    if kind != "default":
-        raise _unknown_rope(kind, "'default'")
-    share = said.pop("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
-    _take(said, {}, kind)
-    return {
-        "position_embedding_type": "rope",
-        "rotary_base": theta,
-        "rotary_percent": share,
-        "use_rope_scaling": False,
-    }
+def partial_rope(default_share: float) -> Setting:
+    """Returns RoPE of a share of each head; `default_share` where config.json is silent."""
 
+    def to_arguments(config: Config) -> Arguments:
+        theta, kind, said = _rope(config)
+        if kind != "default":
+            raise _unknown_rope(kind, "'default'")
+        alone = config.get("partial_rotary_factor", default_share)
+        share = said.pop("partial_rotary_factor", alone)
+        _take(said, {}, kind)
+        return {
+            "position_embedding_type": "rope",
+            "rotary_base": theta,
+            "rotary_percent": share,
+            "use_rope_scaling": False,
+        }
 
-PARTIAL_ROPE = Setting(
-    keys=(*_ROPE_KEYS, "partial_rotary_factor"),
-    to_arguments=_partial_rope_from_config,
-    to_config=lambda arguments: {
-        "rope_theta": float(arguments["rotary_base"]),
-        "rope_scaling": None,
-        "partial_rotary_factor": arguments["rotary_percent"],
-    },
-)
+    return Setting(
+        keys=(*_ROPE_KEYS, "partial_rotary_factor"),
+        to_arguments=to_arguments,
+        to_config=lambda arguments: {
+            "rope_theta": float(arguments["rotary_base"]),
+            "rope_scaling": None,
+            "partial_rotary_factor": arguments["rotary_percent"],
+        },
+    )
+
 
 _YARN = {
     "factor": "rotary_scaling_factor",

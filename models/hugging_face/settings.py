@@ -100,6 +100,7 @@ _WIDTHS = (
 )
 SIZES = (*_WIDTHS, HEADS)
 TIED = negated("tie_word_embeddings", "untie_embeddings_and_output_weights", False)
+TIED_UNLESS_SAID = negated("tie_word_embeddings", "untie_embeddings_and_output_weights", True)
 
 
 def _layers_of_kind(kind: str, kinds: Sequence[str]) -> list[int]:
@@ -146,6 +147,26 @@ WINDOWS = Setting(
     to_arguments=_windows_from_config,
     to_config=_windows_to_config,
 )
+
+
+def _window_everywhere_from_config(config: Config) -> Arguments:
+    """HF: all layers have the window, of 4096 keys where nothing is said."""
+    width = config.get("sliding_window", 4096)
+    return {
+        "window_size": None if width is None else (width - 1, 0),
+        "window_attn_skip_freq": None,
+    }
+
+
+WINDOW_EVERYWHERE = Setting(
+    keys=("sliding_window",),
+    to_arguments=_window_everywhere_from_config,
+    to_config=lambda arguments: {
+        "sliding_window": None
+        if arguments["window_size"] is None
+        else arguments["window_size"][0] + 1
+    },
+)
 SWIGLU_LIMIT = same("swiglu_limit", "activation_func_clamp_value")
 
 
@@ -182,6 +203,44 @@ LINEAR_LAYERS = (
     same("linear_num_key_heads", "linear_num_key_heads"),
     same("linear_num_value_heads", "linear_num_value_heads"),
 )
+
+
+def _unrotated_layers_from_config(config: Config) -> Arguments:
+    """HF: 1 for each layer that rotates, or none does after each so many - 1 that do."""
+    every, count = config.get("no_rope_layer_interval", 4), config["num_hidden_layers"]
+    rotates = config.get("no_rope_layers")
+    if rotates is None:
+        rotates = [(layer + 1) % every for layer in range(count)]
+    if len(rotates) != count:
+        raise ValueError(
+            f"no_rope_layers of {len(rotates)} in config.json must have one number for each of num_hidden_layers="
+            f"{count}; correct it"
+        )
+    return {"no_rope_freq": None if all(rotates) else [int(not one) for one in rotates]}
+
+
+UNROTATED_LAYERS = Setting(
+    keys=("no_rope_layers", "no_rope_layer_interval"),
+    to_arguments=_unrotated_layers_from_config,
+    to_config=lambda arguments: {
+        "no_rope_layers": [
+            int(not one) for one in arguments["no_rope_freq"] or [0] * arguments["num_layers"]
+        ]
+    },
+)
+
+
+def switch(key: str, argument: str, default: bool) -> Setting:
+    """Returns a switch that both sides have; `default` holds where config.json is silent."""
+    return Setting(
+        keys=(key,),
+        to_arguments=lambda config: {argument: bool(config.get(key, default))},
+        to_config=lambda arguments: {key: arguments[argument]},
+    )
+
+
+QKV_BIASES = switch("attention_bias", "add_qkv_bias", False)
+QK_NORMS = switch("use_qk_norm", "qk_layernorm", False)
 
 NUM_EXPERTS = same("num_local_experts", "num_experts", "num_experts")
 NUM_EXPERTS_ALONE = same("num_experts", "num_experts")

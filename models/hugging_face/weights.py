@@ -7,6 +7,7 @@ query heads x head width by hidden (the legend of all of them stands in rows.py)
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_cp.models.hugging_face.rows import (
@@ -22,6 +23,11 @@ from megatron_cp.models.hugging_face.rows import (
 def row(megatron: str, *hf: tuple[str, str], **properties: Any) -> Row:
     """Returns a row of a table: Megatron's name, and (name, shape in letters) of what it is made of."""
     return Row(megatron=megatron, hf=hf, **properties)
+
+
+def where(argument: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Returns rows that are there where an argument is on."""
+    return tuple(replace(one, needs=(argument, True)) for one in rows)
 
 
 OUTER = (

@@ -47,7 +47,7 @@ def change_config(folder: Path, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "bert"}, "model_type='bert' .* served are llama, qwen2,"),
+        ({"model_type": "bert"}, "model_type='bert' .* served are llama, mistral,"),
         ({"hidden_size": "REMOVE"}, "hidden_size is missing"),
         ({"hidden_size": "many"}, "'many'"),
         ({"hidden_size": 0}, "hidden_size=0"),

@@ -44,6 +44,42 @@ PUBLISHED = {
         "torch_dtype": "bfloat16",
         "vocab_size": 128256,
     },
+    "Mistral-7B-v0.1": {
+        "model_type": "mistral",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "SmolLM3-3B": {
+        "model_type": "smollm3",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
     "Qwen2.5-7B": {
         "model_type": "qwen2",
         "attention_dropout": 0.0,
@@ -133,6 +169,35 @@ PUBLISHED = {
         "shared_expert_intermediate_size": 512,
         "tie_word_embeddings": False,
         "vocab_size": 151936,
+    },
+    "GLM-4.5-Air": {
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_qk_norm": False,
+        "vocab_size": 151552,
     },
     "Mixtral-8x7B": {
         "model_type": "mixtral",
@@ -230,10 +295,13 @@ PUBLISHED = {
 # the biases of its routers.
 PARAMETERS = {
     "Llama-3.1-8B": 8_030_261_248,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "SmolLM3-3B": 3_075_098_624,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-Next-80B-A3B": 79_674_391_296,  # counted by transformers, without multi-token prediction
+    "GLM-4.5-Air": 106_852_251_264,  # the same, with the biases of its routers
     "Mixtral-8x7B": 46_702_792_704,
     "gpt-oss-20b": 20_914_757_184,
     "DeepSeek-V3": 671_026_419_200,
@@ -324,10 +392,12 @@ def test_experts_that_config_json_cannot_describe_are_told(name, argument):
     assert [line.split(":")[0] for line in lines] == [argument] * bool(arguments["num_experts"])
 
 
-def test_a_factor_of_one_is_none():
-    arguments = arguments_of(PUBLISHED["Mixtral-8x7B"])
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "GLM-4.5-Air"])
+def test_a_factor_of_one_is_none(name):
+    arguments = arguments_of(PUBLISHED[name])
     neutral = {"moe_router_topk_scaling_factor": 1.0, "rotary_seq_len_interpolation_factor": 1}
     assert disagreements(arguments, arguments | neutral | {"moe_router_num_groups": 1}) == []
+    assert disagreements(arguments, arguments | {"moe_router_topk_scaling_factor": None}) == []
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -356,6 +426,24 @@ def test_layers_with_windows_may_lie_anywhere():
     assert config_of(family_of(config), arguments)["layer_types"] == kinds
 
 
+def test_what_transformers_takes_for_granted_is_said():
+    silent = {
+        name: {key: value for key, value in PUBLISHED[name].items() if key not in left_out}
+        for name, left_out in {
+            "Mistral-7B-v0.1": ("sliding_window",),
+            "SmolLM3-3B": ("no_rope_layers", "no_rope_layer_interval"),
+            "GLM-4.5-Air": ("partial_rotary_factor", "use_qk_norm"),
+        }.items()
+    }
+    for name, config in silent.items():
+        assert arguments_of(config) == arguments_of(PUBLISHED[name])
+    assert (
+        arguments_of(PUBLISHED["Mistral-7B-v0.1"] | {"sliding_window": None})["window_size"] is None
+    )
+    every_second = silent["SmolLM3-3B"] | {"no_rope_layer_interval": 2}
+    assert arguments_of(every_second)["no_rope_freq"] == [0, 1] * 18
+
+
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
@@ -368,6 +456,10 @@ def test_layers_with_windows_may_lie_anywhere():
         ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
         ("gpt-oss-20b", {"rope_scaling": None}, "rope_type='default'"),
         ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),
+        ("GLM-4.5-Air", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ("Mistral-7B-v0.1", {"layer_types": ["sliding_attention"] * 32}, "layer_types=['sliding_"),
+        ("SmolLM3-3B", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("SmolLM3-3B", {"no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers of 4"),
         ("Mixtral-8x7B", {"sliding_window": 4096}, "sliding_window=4096"),
         ("Mixtral-8x7B", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
         ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window=True"),

@@ -72,13 +72,15 @@ def test_two_tensor_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_tied", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v3_plain"]
+    "name", ["llama_tied", "smollm3", "qwen3_moe", "qwen3_next", "gpt_oss", "deepseek_v3_plain"]
 )
 def test_two_pipeline_stages_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(pp=2))
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "qwen3_next", "glm4_moe", "mixtral", "gpt_oss", "deepseek_v3"]
+)
 def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(ep=2))
 
@@ -87,11 +89,14 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
     ("name", "change"),
     [
         ("llama3", {"rope_parameters": {"factor": 4.0}}),
+        ("mistral", {"sliding_window": 9}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1]}),
         ("qwen3", {"rms_norm_eps": 1e-2}),
         ("qwen3_moe", {"norm_topk_prob": False}),
         ("qwen3_next", {"norm_topk_prob": False}),
         ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
         ("qwen3_next", {"rms_norm_eps": 1e-2}),
+        ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}),
         ("gpt_oss", {"sliding_window": 9}),
         ("gpt_oss", {"swiglu_limit": 7.0}),
         ("gpt_oss", {"rope_parameters": {"truncate": True}}),
