@@ -116,7 +116,7 @@ def try_next_batches(loader: PackedLoader) -> tuple[list[PlannedBatch], Exceptio
     """Returns the micro-batches of the next step, or why there are none: all ranks are to hear of it together."""
     try:
         return next_batches(loader), None
-    except (ValueError, OSError, WorkerError) as problem:
+    except (ValueError, NotImplementedError, OSError, WorkerError) as problem:
         return [], problem
 
 

@@ -133,6 +133,13 @@ REFUSED = [
         "--softmax-type off-by-one --init-method-xavier-uniform",
     ),
     ("--apply-residual-connection-post-layernorm", 1, "reads it nowhere", ""),
+    ("--hidden-size 16", 1, "is 0; give it", "--hidden-size 16 --ffn-hidden-size 32"),
+    (
+        f"--decoder-last-pipeline-num-layers 2 {STAGES}",
+        2,
+        "must leave what 2 pipeline stages of 2 layers can hold",
+        f"--decoder-last-pipeline-num-layers 1 {STAGES}",
+    ),
 ]
 
 

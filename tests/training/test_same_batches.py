@@ -17,7 +17,7 @@ from tests.faults.bad_inputs import BASE, write_corpus
 from tests.faults.program import Launch, run_program
 from tests.mcore.tiny_gpt import Case, parallel_state
 from tests.ranks import run_on_ranks
-from tests.training.commands import MODEL, stopped
+from tests.training.commands import MODEL, SMALL_RUN, stopped
 
 
 @pytest.fixture(scope="module")
@@ -246,3 +246,12 @@ def test_a_token_that_no_vocabulary_has_ends_the_run_in_one_line_after_a_save(tm
     assert step > 1
     newest = (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text()
     assert int(newest) == step - 1
+
+
+def test_packs_that_a_planner_cannot_place_end_the_run_in_one_line(tmp_path: Path):
+    """The first pack, which is planned before the ranks meet, has one placement for both masks; a later one has not."""
+    windows = ["--window-size", "15,0", "--window-attn-skip-freq", "2"]
+    planner = ["--context-parallel-size", "2", "--cp-planner", "document_groups"]
+    line = stopped(2, *SMALL_RUN, *windows, *planner, "--save", str(tmp_path), code=1)
+    assert re.search(r"step 2: planner='document_groups' places tokens by the mask", line)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"

@@ -156,6 +156,11 @@ def _mlp(args: Namespace) -> Iterator[str]:
         args.ffn_hidden_size = (
             int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
         )
+    if args.ffn_hidden_size == 0:
+        yield (
+            f"--ffn-hidden-size is missing: its default with --swiglu, 8/3 x --hidden-size {args.hidden_size} in whole "
+            "multiples of 64, is 0; give it"
+        )
 
 
 def _heads(args: Namespace) -> Iterator[str]:

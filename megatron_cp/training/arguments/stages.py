@@ -168,7 +168,7 @@ def _layers_of_ranks(args: Namespace) -> Generator[str, None, list[int] | None]:
             return None
         return [total // pp] * pp
     rest, middle = layers - sum(given.values()), pp - len(given)
-    if min(given.values()) <= 0 or rest < 0 or (middle <= 0 and rest) or pp < 2:
+    if min(given.values()) <= 0 or rest < 0 or (rest > 0) != (middle > 0) or pp < 2:
         yield f"{flags} must leave what {pp} pipeline stages of {layers} layers can hold"
         return None
     if middle and rest % middle:
