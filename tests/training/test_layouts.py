@@ -181,6 +181,14 @@ def test_a_resumed_optimizer_goes_on_where_experts_are_dealt_otherwise(tmp_path:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("layers", ["--moe-layer-freq [1,0]", "--moe-layer-freq [0,1] --bf16"])
+def test_a_resumed_optimizer_goes_on_where_a_stage_has_no_experts(tmp_path: Path, layers: str):
+    """Its part of the optimizer for those of other stages is empty; the first rank says the settings of all."""
+    stages = (4, f"--pipeline-model-parallel-size 2 {DEALT}")
+    for found, expected in runs(tmp_path, f"{EXPERTS} {layers}", stages, stages, LOSSES):
+        assert found == expected
+
+
 def test_settings_of_other_groups_are_named_where_experts_are_dealt_otherwise():
     saved = {"param_groups": [{"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}]}
     group = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": True, "is_expert_parallel": False}

@@ -35,7 +35,11 @@ from megatron_cp.training.checkpoint import content, names
 from megatron_cp.training.checkpoint.background import BackgroundWrite, Results
 from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
 from megatron_cp.training.checkpoint.content import Content
-from megatron_cp.training.checkpoint.optimizer_parts import check_groups, in_parts_of
+from megatron_cp.training.checkpoint.optimizer_parts import (
+    check_groups,
+    in_parts_of,
+    without_empty_places,
+)
 from megatron_cp.training.checkpoint.state import (
     chunks_by_name,
     counters,
@@ -178,6 +182,8 @@ def _read(
 ) -> Content:
     """Returns the wanted state, its tensors read from the files; `known` is what `_read_index` returned."""
     index, entries = known
+    if "optimizer" in entries:
+        entries = {**entries, "optimizer": without_empty_places(entries["optimizer"])}
     saved = entries.get("optimizer", {})
     with refused_together(ValueError):
         _check_objects(wanted, folder, index)

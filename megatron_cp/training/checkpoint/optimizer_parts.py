@@ -8,6 +8,9 @@ has two parts, and without one:
 
 Tensors are saved by the names of parameters and fit either way. What is left are settings of groups, equal on all
 ranks: learning rate, step count. Megatron-Core merges both by position, and so cannot go from one to the other.
+
+Of several parts that of experts holds nothing on a pipeline stage without any. What it would hold is then missing in
+what that stage loads, and is an empty place in the settings if it was the stage of rank 0, which says those of all.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from megatron_cp.training.checkpoint.compare import another_optimizer
 
 # What tells groups apart; whether a group holds experts goes with the layout.
 _KIND = ("wd_mult", "lr_mult")
+_COPIES = "fp32_from_fp16_params"
 
 
 def check_groups(folder: object, optimizer: Any, saved: Mapping[Any, Any]) -> None:
@@ -41,19 +45,32 @@ def check_groups(folder: object, optimizer: Any, saved: Mapping[Any, Any]) -> No
             )
 
 
+def without_empty_places(saved: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns the settings without the lists of float32 copies of a part that held none where it was saved.
+
+    Megatron-Core cannot put the copies of another stage into them.
+    """
+    return {
+        key: {name: value for name, value in part.items() if name != _COPIES}
+        if isinstance(key, int)
+        else part
+        for key, part in saved.items()
+    }
+
+
 def in_parts_of(
     optimizer: Any, loaded: Mapping[Any, Any], saved: Mapping[Any, Any], folder: object
 ) -> Mapping[Any, Any]:
-    """Returns `loaded` in the parts of Megatron's `optimizer`; as it is where it was `saved` in as many.
+    """Returns `loaded` in the parts of Megatron's `optimizer`; each is as it is where it was `saved` in as many.
 
     `loaded` holds this rank's tensors beside `saved`, the settings that are equal on all ranks. Raises ValueError, on
     every rank alike, where no settings were saved for a group of the optimizer.
     """
     parts = parts_of(optimizer)
     are_several, were_several = len(parts) > 1, 0 in saved
-    if are_several == were_several:
-        return loaded
     settings = saved[0] if were_several else saved
+    if not are_several and not were_several:
+        return loaded
     if not are_several:
         return _part(
             {key: loaded[key] for key in loaded if not isinstance(key, int)},
@@ -61,10 +78,27 @@ def in_parts_of(
             parts[0],
             folder,
         )
-    return {
-        index: _part(loaded.get(index, {}), settings, part, folder)
-        for index, part in enumerate(parts)
-    }
+    split = loaded
+    if not were_several:
+        split = {
+            index: _part(loaded.get(index, {}), settings, part, folder)
+            for index, part in enumerate(parts)
+        }
+    own = {index: part.state_dict() for index, part in enumerate(parts) if _holds_nothing(part)}
+    return {**split, **{index: _completed(split[index], state) for index, state in own.items()}}
+
+
+def _holds_nothing(part: Any) -> bool:
+    """Returns whether a part has no parameter on this rank. That of a sharded optimizer knows so by itself."""
+    if part.config.use_distributed_optimizer:
+        return False
+    return not any(group["params"] for group in part.optimizer.param_groups)
+
+
+def _completed(loaded: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what was loaded, and what is held of anything else, at both depths of a state."""
+    inner = {"optimizer": {**own["optimizer"], **loaded["optimizer"]}} if "optimizer" in own else {}
+    return {**own, **loaded, **inner}
 
 
 def _part(
