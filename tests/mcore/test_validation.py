@@ -186,6 +186,10 @@ def test_fusions_are_megatrons_on_cuda_where_their_kernels_are_and_off_on_a_cpu(
     assert on(GPT_125M) == plain | weights
     for unfused in ({"activation_func_clamp_value": 7.0}, {"glu_linear_offset": 1.0}):
         assert on({**LLAMA3_8B, **unfused}) == (plain | weights | rope) - {"bias_activation_fusion"}
+    experts = {"num_experts": 4}
+    assert on({**LLAMA3_8B, **experts}) == plain | weights | rope
+    for in_experts in ({**GPT_125M, **experts}, {**LLAMA3_8B, **experts, "add_bias_linear": True}):
+        assert "bias_activation_fusion" not in on(in_experts)
     unwanted = ("bias_swiglu_fusion", "bias_dropout_fusion", "apply_rope_fusion")
     off = dict.fromkeys((*unwanted, "gradient_accumulation_fusion"), False)
     assert on({**LLAMA3_8B, **off}) == set()

@@ -87,7 +87,7 @@ TABLE = """
 --spec words - | module and name of a layer spec; ours, or --allow-custom-spec
 
 [engine]
---no-bias-gelu-fusion off:bias_gelu_fusion - | bias and GELU in two kernels
+--no-bias-gelu-fusion off:bias_gelu_fusion - | bias and GELU in two kernels, GELU by erf instead of tanh
 --no-bias-swiglu-fusion off:bias_swiglu_fusion - | bias and SwiGLU in two kernels
 --no-bias-dropout-fusion off:bias_dropout_fusion - | bias and dropout in two kernels
 --no-rope-fusion off:apply_rope_fusion - | rotary embedding by torch, operation by operation
