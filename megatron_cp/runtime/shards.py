@@ -116,6 +116,7 @@ def dispatch(
     """
     side = checked_side(plan, side)
     _check_length(x, plan.length_of(side), dim, "x")
+    _check_padding(x.dtype, padding_value)
     # A rank without a backward pass would leave the others waiting for it there.
     open_session(plan, group, x.device, f"dispatch {side}{_backward_of(x, dim)}")
     local: Tensor = _Dispatch.apply(x.movedim(dim, 0), plan, group, side, padding_value)
@@ -315,4 +316,16 @@ def _check_length(x: Tensor, expected: int, dim: int, name: str) -> None:
         raise ValueError(
             f"{name} has {x.shape[dim]} rows along dim {dim}, the plan has {expected}; "
             "pass the tensor of the pack that the plan was made for, or another dim"
+        )
+
+
+def _check_padding(dtype: torch.dtype, value: float) -> None:
+    """Raises ValueError for a number that whole numbers of `dtype` lack: torch makes 156 of -100 in uint8, a label."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not (float(value).is_integer() and low <= value <= high):
+        raise ValueError(
+            f"padding_value={value!r} must be one of the values of {dtype}, whole numbers in [{low}, {high}]; "
+            "dispatch x.long(), or give another value"
         )

@@ -175,6 +175,21 @@ def test_padding_rows_get_the_value_that_is_asked_for():
         assert found[torch.from_numpy(real)].tolist() == plan.global_from_local[rank][real].tolist()
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int64", "bool"])
+@pytest.mark.parametrize("value", [-100, 0, 1, 156, 300, 0.5, float("nan")])
+def test_padding_is_the_number_that_is_asked_for_or_refused(dtype, value):
+    """torch makes another number of one that a dtype cannot hold, where NumPy's comparison tells both apart."""
+    x = torch.zeros(2, dtype=getattr(torch, dtype))
+    with np.errstate(invalid="ignore"):
+        held = bool(np.array(value).astype(dtype) == value)
+    plan = make_plan(masks.causal(2), 3)
+    if held:
+        assert dispatched_alone(x, plan, 2, padding_value=value).tolist() == [value] * 2
+    else:
+        with pytest.raises(ValueError, match=rf"padding_value={value}.*torch\.{dtype}"):
+            dispatched_alone(x, plan, 2, padding_value=value)
+
+
 def dispatched_alone(x, plan, rank, **options):
     """Returns what a rank gets, without the others: their plans need no comparing here."""
     with mock.patch.multiple(
