@@ -351,10 +351,11 @@ def silence_known_warnings() -> None:
     """Drops warnings of Megatron-Core that nobody here can act on.
 
     They are its notes at import that apex and Transformer Engine are missing (our choice), and
-    torch's that it uses collectives and sharded tensors under their old names.
+    torch's that it uses collectives, sharded tensors and checkpoints under their old names.
     """
     warnings.filterwarnings("ignore", message="Apex is not installed")
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     warnings.filterwarnings("ignore", message="Please use DTensor instead")
+    warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated")
     warnings.filterwarnings("ignore", message="The argument order of load has been changed")

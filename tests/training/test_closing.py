@@ -24,7 +24,9 @@ def test_the_box_says_means_over_all_steps_and_what_to_run_next():
         summary.step(9.0 - 0.1 * step, 512)
         summary.row(ROW | {"cp/zigzag_area_max_over_mean": 1.2 + 0.01 * step})
     summary.held_out.append((20, 7.5))
-    lines = next_lines("runs/my run", "runs/my run", "runs/my run/wandb/offline-run-1")
+    lines = next_lines(
+        "runs/my run", "runs/my run", "runs/my run/wandb/offline-run-1", None, "ab12"
+    )
     box = closing_box(summary, 20, lines, now=190.0)
     assert "done: 20 steps, 10,240 tokens, 0:01:30" in box
     assert "8.9500 -> 7.1500, mean of the first and last 2 steps" in box
@@ -34,6 +36,7 @@ def test_the_box_says_means_over_all_steps_and_what_to_run_next():
     assert "3 MB a step, 75.0% of what zigzag or Transformer Engine (THD) sends (mean" in box
     assert "python -m megatron_cp report 'runs/my run', then open 'runs/my run/report.html'" in box
     assert "wandb sync 'runs/my run/wandb/offline-run-1'" in box and "--load 'runs/my run'" in box
+    assert "ab12; --wandb-run-id ab12 goes on with it" in box
 
 
 def test_a_resumed_run_counts_its_own_steps_and_says_where_its_loss_ended():
@@ -42,9 +45,9 @@ def test_a_resumed_run_counts_its_own_steps_and_says_where_its_loss_ended():
         summary.step(loss, 100)
     box = closing_box(summary, 10, [], now=1.0)
     assert "done: 4 steps (the run has 10), 400 tokens, 0:00:01" in box
-    assert "3.0000 -> 2.0000, mean of the first and last 1 steps" in box
+    assert "3.0000 -> 2.0000, first and last step" in box
     summary.step(float("nan"), 100)
-    assert "3.0000 -> nan, mean" in closing_box(summary, 10, [], now=1.0)
+    assert "3.0000 -> nan, first" in closing_box(summary, 10, [], now=1.0)
 
 
 def test_a_balance_that_some_steps_did_not_count_is_left_out():

@@ -99,6 +99,7 @@ def test_an_offline_run_holds_its_name_tags_minima_alerts_pictures_and_tables(
     wandb.teardown()
     (log,) = tmp_path.rglob("*.wandb")
     assert log.relative_to(folder).parts[0].startswith("offline-run-")  # wandb/ once in the path
+    assert log.name == f"run-{tracker.wandb_run_id}.wandb"
     records = records_of(log)
     (start,) = (one.run for one in records if one.WhichOneof("record_type") == "run")
     assert (start.display_name, start.run_group, start.job_type) == (

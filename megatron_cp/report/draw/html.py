@@ -39,7 +39,7 @@ class Table:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(self.columns)
         writer.writerows([[_cell(value) for value in row] for row in kept])
-        note = f"# every {stride}th of {len(self.rows)} rows\n" if stride > 1 else ""
+        note = f"# one row in {stride} of {len(self.rows)}\n" if stride > 1 else ""
         return note + stream.getvalue()
 
 

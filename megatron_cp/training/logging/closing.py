@@ -57,7 +57,8 @@ class Summary:
         if self.losses:
             count = max(1, len(self.losses) // 10)
             first, last = self.losses[:count], self.losses[-count:]
-            words = f"{sum(first) / count:.4f} -> {sum(last) / count:.4f}, mean of the first and last {count} steps"
+            of = f"mean of the first and last {count} steps" if count > 1 else "first and last step"
+            words = f"{sum(first) / count:.4f} -> {sum(last) / count:.4f}, {of}"
             facts.append(("training loss", words))
         if self.held_out:
             shown = self.held_out[-MOST_EVALUATIONS:]
@@ -79,7 +80,11 @@ class Summary:
 
 
 def next_lines(
-    run_dir: str | None, save: str | None, wandb_folder: str | None, more: str | None = None
+    run_dir: str | None,
+    save: str | None,
+    wandb_folder: str | None,
+    more: str | None = None,
+    wandb_run_id: str | None = None,
 ) -> list[tuple[str, str]]:
     """Returns where the records are, and the commands that show, upload and go on with them.
 
@@ -97,6 +102,10 @@ def next_lines(
         same = f"the same command with --load {shlex.quote(save)}"
         longer = "" if more is None else f", more {more} and --override-opt-param-scheduler"
         found.append(("go on", f"{same}{longer}"))
+        if wandb_run_id is not None:
+            found.append(
+                ("wandb run", f"{wandb_run_id}; --wandb-run-id {wandb_run_id} goes on with it")
+            )
     return found
 
 

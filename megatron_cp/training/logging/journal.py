@@ -292,7 +292,13 @@ class Journal:
         config, steps = self._state.config, self._state.iteration
         if self._summary.num_tokens:
             folder, more = self._tracker.offline_folder, flag_of_more(config, steps)
-            lines = next_lines(config.records.run_dir, config.checkpoint.save, folder, more)
+            lines = next_lines(
+                config.records.run_dir,
+                config.checkpoint.save,
+                folder,
+                more,
+                self._tracker.wandb_run_id,
+            )
             print_rank_last(closing_box(self._summary, steps, lines))
 
     def finish(self) -> None:

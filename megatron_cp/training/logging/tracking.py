@@ -84,6 +84,11 @@ class Tracker:
         """What `wandb sync` takes, for a run that wandb keeps on this machine; None otherwise."""
         return None if self._wandb is None else self._wandb.offline_folder
 
+    @property
+    def wandb_run_id(self) -> str | None:
+        """What `--wandb-run-id` takes to go on with this run in wandb; None without one."""
+        return None if self._wandb is None else self._wandb.run_id
+
     def finish(self, summary: dict[str, Any], make_media: MakeMedia | None = None) -> None:
         """Closes every sink; `make_media` gives wandb what it shows beside numbers, once the files are complete."""
         self._record(lambda files: files.finish(summary))

@@ -79,6 +79,12 @@ class WandbRun:
         folder = getattr(settings, "sync_dir", None) if is_offline else None
         return None if folder is None else str(folder)
 
+    @property
+    def run_id(self) -> str | None:
+        """What wandb calls the run; None where it has stopped working."""
+        run_id = getattr(self._run, "id", None)
+        return None if run_id is None else str(run_id)
+
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
         """One row of metrics; a gradient norm in it that stands out is an alert too."""
         self._try(lambda: self._run.log(dict(numbers), step=iteration))
