@@ -111,6 +111,24 @@ def test_kills_are_those_of_the_newest_file():
     assert f"{died} ranks died" in line and f"{equal} runs were bitwise equal" in line
 
 
+def test_processor_time_of_planning_is_told_alike_on_all_pages():
+    newest = max(RESULTS.glob("solver_*.json"), key=lambda one: one.stem.rpartition("_")[2])
+    rows = json.loads(newest.read_text(encoding="utf-8"))["tables"][0]["rows"]
+    of = {ranks: [float(one) for one in row] for ranks, _, *row in rows}
+    ours, theirs, ratio = of["all"][:3]
+    many = f"{of['48'][2]:.2f}".lstrip("0")
+    comparison = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    assert f"**{theirs:.0f} ms** (its solver alone)" in comparison
+    assert f"{ours:.0f} ms: {ratio:.1f} times as much" in comparison
+    assert f"on 48 {many} as much" in comparison
+    assert (
+        f"takes {ratio:.1f} times as long (geometric mean; medians {ours:.0f} and {theirs:.0f} ms"
+        in PAGE
+    )
+    assert f"on 48 ranks {many}." in PAGE
+    assert f"**{1 / ratio:.2f} of our processor time**".replace("0.", ".") in README
+
+
 @pytest.mark.parametrize(("page", "column"), [(PAGE, 4), (README, 4)])
 def test_means_of_planners_are_those_of_the_file(page, column):
     """Geometric means by kind of mask; names in the tables may carry words behind them."""
