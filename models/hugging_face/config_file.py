@@ -197,7 +197,7 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
     `said` are those of config.json; it also contradicts what it has no word for.
     """
     unsaid = _UNSAID | (_UNSAID_OF_EXPERTS if said.get("num_experts") else {})
-    expected = unsaid | said
+    expected: Arguments = unsaid | said
     expected["apply_layernorm_1p"] = expected["layernorm_zero_centered_gamma"]  # Megatron-LM's name
     expected, saved = (
         {name: None if name in _FACTORS and value == 1 else value for name, value in one.items()}
@@ -215,11 +215,14 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
     if (saved.get("vocab_size") or 0) > said["vocab_size"]:
         free -= {"vocab_size"}  # what the run learned of the others would be cut off
     if expected["window_size"] is not None:
-        for one in (expected, saved):
-            if "window_attn_skip_freq" in one:  # without it Megatron gives all layers the window
-                one["window_attn_skip_freq"] = (
-                    one["window_attn_skip_freq"] or [1] * said["num_layers"]
-                )
+        everywhere = [1] * said["num_layers"]
+        for arguments in (
+            expected,
+            saved,
+        ):  # without a frequency Megatron gives all layers the window
+            if "window_attn_skip_freq" in arguments:
+                frequency = arguments["window_attn_skip_freq"]
+                arguments["window_attn_skip_freq"] = frequency or everywhere
     one, other = (
         _layer_by_layer(arguments, said["num_layers"]) for arguments in (expected, expected | saved)
     )
