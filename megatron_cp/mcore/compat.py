@@ -8,7 +8,6 @@ possible.
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.metadata
 import importlib.util
 import inspect
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron_cp.mcore.hook_points import OLDEST, TESTED, Version, dotted
+from megatron_cp.mcore.wrapping import put_hook
 
 _log = logging.getLogger(__name__)
 
@@ -285,18 +285,15 @@ def _repair_biases_of_experts() -> None:
     """
     from megatron.core.tensor_parallel import layers
 
-    plain = layers.reduce_from_tensor_model_parallel_region
-    if hasattr(plain, "_megatron_cp"):
-        return
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(input_: torch.Tensor, group: Any = None) -> Any:
+            if group is not None and group.size() == 1:
+                return input_
+            return plain(input_, group=group)
 
-    @functools.wraps(plain)
-    def reduce(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
-        if group is not None and group.size() == 1:
-            return input_
-        return plain(input_, group=group)
+        return reduce
 
-    reduce._megatron_cp = True  # type: ignore[attr-defined]
-    layers.reduce_from_tensor_model_parallel_region = reduce
+    put_hook(layers, "reduce_from_tensor_model_parallel_region", wrap)
 
 
 def _repair_length_of_yarn() -> None:
@@ -307,18 +304,14 @@ def _repair_length_of_yarn() -> None:
     """
     from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
 
-    rotary = yarn_rotary_pos_embedding.YarnRotaryEmbedding
-    plain = rotary._set_cos_sin_cache
-    if hasattr(plain, "_megatron_cp"):
-        return
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def set_cache(self: Any, seq_len: int, *args: Any, **kwargs: Any) -> None:
+            parts = 1 if self.cp_group is None else 2 * self.cp_group.size()
+            plain(self, -(-seq_len // parts) * parts, *args, **kwargs)
 
-    @functools.wraps(plain)
-    def set_cache(self: Any, seq_len: int, *args: Any, **kwargs: Any) -> None:
-        parts = 1 if self.cp_group is None else 2 * self.cp_group.size()
-        plain(self, -(-seq_len // parts) * parts, *args, **kwargs)
+        return set_cache
 
-    set_cache._megatron_cp = True  # type: ignore[attr-defined]
-    rotary._set_cos_sin_cache = set_cache
+    put_hook(yarn_rotary_pos_embedding.YarnRotaryEmbedding, "_set_cos_sin_cache", wrap)
 
 
 def _is_no_inference_layer(module: Any) -> bool:
@@ -334,17 +327,14 @@ def _repair_split_sizes() -> None:
     """
     from megatron.core.transformer.moe import token_dispatcher
 
-    plain = token_dispatcher.maybe_move_tensor_to_cpu
-    if hasattr(plain, "_megatron_cp"):
-        return
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+            moved = plain(tensor, as_numpy, record_stream)
+            return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
-    @functools.wraps(plain)
-    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        moved = plain(tensor, as_numpy, record_stream)
-        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+        return move
 
-    move._megatron_cp = True  # type: ignore[attr-defined]
-    token_dispatcher.maybe_move_tensor_to_cpu = move
+    put_hook(token_dispatcher, "maybe_move_tensor_to_cpu", wrap)
 
 
 def silence_known_warnings() -> None:

@@ -19,7 +19,6 @@ attention is built.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -43,7 +42,7 @@ from megatron_cp.mcore.documents import (
     lengths_of_starts,
 )
 from megatron_cp.mcore.hook_points import HOOK_POINTS, TESTED, HookPoint, dotted, mismatch
-from megatron_cp.mcore.model_hooks import MARK
+from megatron_cp.mcore.wrapping import Wrap, hook_around, is_hook, put_hook, without_hook
 
 _DOCUMENTS = "megatron_cp_documents"  # key of the lengths in a batch, between the two hooks
 _NOT_FOUND = 255
@@ -64,10 +63,8 @@ def install(**plan_wishes: Any) -> None:
     }
     for name, wrap in replacements.items():
         _replace_everywhere(name, wrap)
-    if not hasattr(GPTModel.__init__, MARK):
-        GPTModel.__init__ = _marked(model_hooks.register_stage)(GPTModel.__init__)
-    if not hasattr(GPTModel.forward, MARK):
-        GPTModel.forward = _marked(model_hooks.give_plan_to_layers)(GPTModel.forward)
+    put_hook(GPTModel, "__init__", model_hooks.register_stage)
+    put_hook(GPTModel, "forward", model_hooks.give_plan_to_layers)
 
 
 def check_hook_points() -> None:
@@ -94,13 +91,12 @@ def _function(point: HookPoint) -> Any:
     Raises ImportError where a loaded module of Megatron-Core should define it and does not.
     """
     if point.name.startswith("GPTModel."):
-        method = getattr(GPTModel, point.name.removeprefix("GPTModel."))
-        return getattr(method, MARK, method)
+        return without_hook(getattr(GPTModel, point.name.removeprefix("GPTModel.")))
     names = sorted({file.removesuffix(".py").replace("/", ".") for file in point.files})
     loaded = [sys.modules[name] for name in names if name in sys.modules]
     found = [getattr(module, point.name) for module in loaded if hasattr(module, point.name)]
     if found:
-        return getattr(found[0], MARK, found[0])
+        return without_hook(found[0])
     if point.is_needed and len(loaded) == len(names):
         raise ImportError(
             f"megatron-core {dotted(compat.megatron_version())} has no {point.name} in {' or '.join(names)}; "
@@ -109,24 +105,15 @@ def _function(point: HookPoint) -> Any:
     return None
 
 
-def _marked(wrap: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
-        hook = functools.wraps(plain)(wrap(plain))
-        setattr(hook, MARK, plain)
-        return hook
-
-    return wrapped
-
-
-def _replace_everywhere(name: str, wrap: Callable[..., Any]) -> None:
+def _replace_everywhere(name: str, wrap: Wrap) -> None:
     """Puts the hook wherever a loaded module has the function under its name: programs import by name."""
     hook_of: dict[Any, Any] = {}
     for module in list(sys.modules.values()):
         plain = getattr(module, "__dict__", {}).get(name)
-        if not inspect.isfunction(plain) or not _is_megatrons(plain) or hasattr(plain, MARK):
+        if not inspect.isfunction(plain) or not _is_megatrons(plain) or is_hook(plain):
             continue
         if plain not in hook_of:
-            hook_of[plain] = _marked(wrap)(plain)
+            hook_of[plain] = hook_around(plain, wrap)
         setattr(module, name, hook_of[plain])
 
 

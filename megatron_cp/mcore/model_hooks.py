@@ -21,8 +21,7 @@ from megatron_cp.mcore.cut import params_of_documents, params_on
 from megatron_cp.mcore.documents import current_rule, find_documents
 from megatron_cp.mcore.rope import install_position_rotary
 
-MARK = "_megatron_cp_hook"
-"""Attribute of a hook: the function that it wraps; of a model: that it was looked at."""
+_LOOKED_AT = "_megatron_cp_looked_at"  # attribute of a model
 _MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
 
 
@@ -96,7 +95,7 @@ def _params_of_middle_stage(given: Any) -> ContextParallelParams | None:
 
 def _check_model(model: Any) -> None:
     """Makes the model's RoPE follow the rows, and refuses layers that would not; looks once at each model."""
-    if getattr(model, MARK, False):
+    if getattr(model, _LOOKED_AT, False):
         return
     for name, module in model.named_modules():
         core = getattr(module, "core_attention", None)
@@ -112,7 +111,7 @@ def _check_model(model: Any) -> None:
                 "cut by; build every layer with the spec: --spec megatron_cp.mcore.spec gpt_layer_spec"
             )
     install_position_rotary(model)
-    setattr(model, MARK, True)
+    setattr(model, _LOOKED_AT, True)
 
 
 def normalise_over_context(plain: Callable[..., Any]) -> Callable[..., Any]:

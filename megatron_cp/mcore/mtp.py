@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cp.mcore.batch import ContextParallelParams
+from megatron_cp.mcore.wrapping import put_hook
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.shards import document_starts, roll
 
@@ -29,11 +30,16 @@ def install_order_roll() -> None:
     from megatron.core.models.gpt import gpt_model
     from megatron.core.transformer import multi_token_prediction
 
-    plain = multi_token_prediction.roll_tensor
-    if hasattr(plain, "_megatron_cp"):
-        return
+    for module in (multi_token_prediction, gpt_model):
+        if hasattr(module, "roll_tensor"):
+            put_hook(module, "roll_tensor", _following_plans)
+        if hasattr(module, "process_mtp_loss"):
+            put_hook(module, "process_mtp_loss", _counting_over_ranks)
 
-    @functools.wraps(plain)
+
+def _following_plans(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps Megatron's `roll_tensor`, which stands for all but dispatched packs."""
+
     def roll_tensor(
         tensor: torch.Tensor,
         shifts: int = -1,
@@ -50,12 +56,7 @@ def install_order_roll() -> None:
             )
         return roll_by_order(tensor, packed_seq_params, cp_group)
 
-    roll_tensor._megatron_cp = True  # type: ignore[attr-defined]
-    for module in (multi_token_prediction, gpt_model):
-        if hasattr(module, "roll_tensor"):
-            module.roll_tensor = roll_tensor
-        if hasattr(module, "process_mtp_loss"):
-            module.process_mtp_loss = _counting_over_ranks(module.process_mtp_loss)
+    return roll_tensor
 
 
 def _counting_over_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -66,7 +67,6 @@ def _counting_over_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., to
     where tokens were dispatched.
     """
 
-    @functools.wraps(plain)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         params, mask = kwargs.get("packed_seq_params"), kwargs.get("loss_mask")
         if isinstance(params, ContextParallelParams) and mask is not None:

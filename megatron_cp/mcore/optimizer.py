@@ -7,12 +7,13 @@ after a load             one step count for each group, where a checkpoint count
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from megatron_cp.mcore.wrapping import put_hook
 
 
 def install_first_momentum(optimizer: Any) -> None:
@@ -85,18 +86,14 @@ def repair_padded_buckets() -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    name = "sharded_param_state_fully_reshardable"
-    plain = getattr(DistributedOptimizer, name)
-    if hasattr(plain, "_megatron_cp"):
-        return
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def state_by_parameter(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with _padding_gathered(self.buffers):
+                return plain(self, *args, **kwargs)
 
-    @functools.wraps(plain)
-    def state_by_parameter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _padding_gathered(self.buffers):
-            return plain(self, *args, **kwargs)
+        return state_by_parameter
 
-    state_by_parameter._megatron_cp = True  # type: ignore[attr-defined]
-    setattr(DistributedOptimizer, name, state_by_parameter)
+    put_hook(DistributedOptimizer, "sharded_param_state_fully_reshardable", wrap)
 
 
 @contextmanager
