@@ -231,3 +231,29 @@ def nobody_asks_for_the_kernel_cache(rank: int) -> None:
     except OSError as problem:
         sys.stderr.write(f"{problem}\n")
         raise SystemExit(2) from None
+
+
+def saves_as_transformer_engine(rank: int) -> None:
+    """Saves norms under the names of Transformer Engine's layers.
+
+    They fuse the norms of latent attention and that before an MLP, and not that before experts.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    from megatron_cp.training.checkpoint import dist_format
+
+    plain = dist_format._to_save
+    latent = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    latent |= {f"{x}_layernorm.": f"linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
+    experts = {"layers.0.mlp.linear_fc1.layer_norm_": "layers.0.pre_mlp_layernorm."}
+    table = latent if "--multi-latent-attention" in sys.argv else experts
+
+    def to_save(state):
+        tensors, described = plain(state)
+        for item in nested_values(tensors):
+            for local, fused in table.items():
+                if hasattr(item, "key"):
+                    item.key = item.key.replace(f".{local}", f".{fused}")
+        return tensors, described
+
+    dist_format._to_save = to_save

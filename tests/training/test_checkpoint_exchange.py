@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.faults.program import Launch, run_program
 from tests.ranks import run_on_ranks
 from tests.training import checkpoints as made
+from tests.training.commands import SMALL_RUN, metrics
 
 FINETUNE = ("--finetune",)
 
@@ -48,6 +50,32 @@ def test_a_torch_dist_checkpoint_of_either_layers_loads_into_ours(tmp_path, laye
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert said.count("note: the state of Megatron-LM's rerun machine is not loaded") == 1
     assert ("_extra_state entries hold no fp8 state" in said) == bool(kind)
+
+
+OF_TWO_NAMES = {
+    "experts": "--num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq 2 --use-distributed-optimizer "
+    "--dist-ckpt-optim-fully-reshardable",
+    "latent attention": "--multi-latent-attention --q-lora-rank 16 --qk-layernorm",
+}
+
+
+@pytest.mark.parametrize("model", OF_TWO_NAMES)
+def test_a_run_of_transformer_engines_layers_goes_on_in_local_ones_with_its_optimizer(
+    tmp_path: Path, model: str
+):
+    """Norms before experts and of latent attention have other names there, in torch_dist too."""
+    latent = model == "latent attention"
+    base = [word for word in SMALL_RUN if not (latent and word == "--group-query-attention")]
+    run = (*base, *OF_TWO_NAMES[model].split(), "--untie-embeddings-and-output-weights")
+    saves = ("--save", str(tmp_path / "te"), "--save-interval", "2", "--save-retain-interval", "2")
+    loads = ("--load", str(tmp_path / "te"), "--ckpt-step", "2", "--run-dir", str(tmp_path / "on"))
+    plant = "tests.faults.plants.saves_as_transformer_engine"
+    for launch in (Launch((*run, *saves), plant=plant), Launch((*run, *loads))):
+        ((rank,),) = run_program([launch])
+        assert rank.code == 0, rank.stderr[-3000:]
+    for key in ("lm loss", "grad-norm"):
+        whole, found = metrics(tmp_path / "te", key), metrics(tmp_path / "on", key)
+        assert found == {step: whole[step] for step in (3, 4)}, key
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -135,6 +135,7 @@ def load(state: RunState, folder: Path) -> Content:
     metadata = _sharding_metadata(state.config, entries.get("content_metadata"))
     wanted = _ask(state, folder, metadata, with_random=_random_states_fit(state.config, saved))
     _drop(wanted, lambda item: isinstance(item, ShardedObject) and names.is_extra_state(item.key))
+    _take_names_of(saved, wanted)
     asked, padded = _asked_of_all_ranks(wanted)
     saved_model = {n: s for n, s in _of_kind(saved, "model").items() if n not in empty}
     model = compare(_of_kind(asked, "model"), saved_model)
@@ -172,6 +173,15 @@ def _ask(
                 f"({type(failure).__name__}: {first_line(failure)}); give --no-load-optim to go on with a "
                 "fresh one, or --finetune to begin at iteration 0"
             ) from failure
+
+
+def _take_names_of(saved: dict[str, Shape], wanted: dict[str, Any]) -> None:
+    """Asks for a tensor under the name that the other kind of layers saved it under, where that was so."""
+    for item in nested_values(wanted):
+        if isinstance(item, ShardedTensor) and item.key not in saved:
+            other = names.of_other_layers(item.key)
+            if other is not None and saved.get(other) == tuple(item.global_shape):
+                item.key = other
 
 
 def _read(

@@ -7,7 +7,9 @@ Transformer Engine fuses a norm with the linear layer behind it, so the same wei
     pre_mlp_layernorm.weight     mlp.linear_fc1.layer_norm_weight
 
 In the format torch_dist both kinds of layers save under the names on the right; in the format torch
-each saves under its own. `_extra_state` holds what fp8 needs, and nothing without fp8.
+each saves under its own. Layers with experts and latent attention have two names in torch_dist too: local layers say
+of the one that they fuse what Transformer Engine does not, and not of the other that it does. `_extra_state` holds what
+fp8 needs, and nothing without fp8.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ _FUSED = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
-
+# Transformer Engine does not fuse the norm before experts; local layers of latent attention fuse no name.
+_OF_TWO_NAMES = (
+    (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
+    (".self_attention.linear_q_up_proj.layer_norm_", ".self_attention.q_layernorm."),
+    (".self_attention.linear_kv_up_proj.layer_norm_", ".self_attention.kv_layernorm."),
+)
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 # State of Megatron-LM's rerun machine, which this loop has not.
@@ -71,6 +78,15 @@ def renamed(tensors: Mapping[str, Any], *, to_fused: bool) -> dict[str, Any]:
         return name
 
     return {new_name(name): value for name, value in tensors.items()}
+
+
+def of_other_layers(key: str) -> str | None:
+    """Returns the key of the format torch_dist under which the other kind of layers saves this; None: the same."""
+    for fused, local in _OF_TWO_NAMES:
+        for own, other in ((fused, local), (local, fused)):
+            if own in key:
+                return key.replace(own, other)
+    return None
 
 
 def holds_fp8_state(value: Any) -> bool:
