@@ -86,6 +86,7 @@ def test_an_error_is_found_before_torch_is_imported(words):
         (["--foo", "plan", "--lengths", "3"], "unrecognized arguments: --foo; see --help"),
         (["--lenghts=4", "plan"], "unrecognized arguments: --lenghts=4; nearest: --lengths"),
         (["--lengths=4", "plan"], "--lengths=4; --lengths stands behind the command"),
+        (["plan", "--lengths", "13,x"], "--lengths 13,x is neither document lengths, as 137,"),
     ],
 )
 def test_what_is_not_known_is_named_beside_what_is_near(capsys, words, said):

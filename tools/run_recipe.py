@@ -13,6 +13,7 @@ same weights (docs/recipes.md).
 
 from __future__ import annotations
 
+import difflib
 import os
 import shutil
 import subprocess
@@ -38,7 +39,9 @@ def find(recipes: Sequence[Recipe], name: str) -> Recipe:
     exact = [recipe for recipe in recipes if recipe.name == name]
     ending = exact or [recipe for recipe in recipes if recipe.name.endswith(name)]
     if len(ending) != 1:
-        raise ValueError(f"{len(ending)} recipes are called {name}; give one of the file's names")
+        names = [recipe.name for recipe in ending or recipes]
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0)
+        raise ValueError(f"{len(ending)} recipes are called {name}; nearest: {', '.join(near)}")
     return ending[0]
 
 

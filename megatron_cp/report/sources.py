@@ -124,6 +124,10 @@ def source_of_path(path: Path) -> Source:
 
     A file holds a JSON list, one number per line, or an .npy array. Raises ValueError for anything else.
     """
+    if not path.exists():
+        raise ValueError(
+            f"--lengths {path} is neither document lengths, as 137,2041,89, nor a file or folder that exists"
+        )
     if path.is_dir():
         sizes = [
             file.stat().st_size

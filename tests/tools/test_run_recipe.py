@@ -178,7 +178,7 @@ def test_layouts_are_halved_until_they_fit(wanted: Ranks, most: int, expected: s
     ("words", "named"),
     [
         (["a"], "2 recipes are called a"),
-        (["b"], "0 recipes are called b"),
+        (["x/b"], "0 recipes are called x/b; nearest: x/a"),
         (["x/a", "--steps", "0"], "--steps 0"),
         (["x/a", "--context-parallel-size", "5"], "--context-parallel-size 5"),
         (["x/a", "--context-parallel-size", "3"], "--seq-length"),
