@@ -30,7 +30,7 @@ from megatron.core.transformer.utils import (
 
 from megatron_cp.api import cp_attention
 from megatron_cp.attn.dropout import check_rate
-from megatron_cp.mcore import layers
+from megatron_cp.mcore import layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.dropout import draw_head_seeds
 from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of, prepare_layer
@@ -100,6 +100,7 @@ class ContextParallelAttention(MegatronModule):
         window: tuple[int, int] | None = tuple(config.window_size) if windowed else None
         sizes = layers.attention_sizes(config, self.tp_group.size(), k_channels, v_channels)
         self._plans = PlanFinder(config, self.layer_number, sizes, window, thd_split)
+        self._wants_rows_compared = layer_number == 1  # in its first call: where tokens come in
         self._wants_max_logits = bool(
             getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
         )
@@ -161,6 +162,9 @@ class ContextParallelAttention(MegatronModule):
         mask_type = attn_mask_type or self.attn_mask_type
         group, num_rows = group_of(packed_seq_params, self.cp_group), query.shape[0]
         plan = self._plans.plan(num_rows, group, mask_type, attention_mask, packed_seq_params)
+        if self._wants_rows_compared and packed_seq_params is None:
+            self._wants_rows_compared = False
+            split.tell_of_uncut_rows(value, group)
         rows = Rows.of(num_rows, batch, packed_seq_params)
         sink = self.softmax_offset
         if sink is not None:

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.enums import AttnMaskType
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_cp.attn.eager import eager
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import from_slices
 from megatron_cp.mcore.documents import current_rule
@@ -171,6 +174,26 @@ def _are_as_known(tensors: Sequence[Any], known: Sequence[Any]) -> bool:
         x is None if before is None else x is before[0] and x._version == before[1]
         for x, before in zip(tensors, known, strict=True)
     )
+
+
+@eager
+def tell_of_uncut_rows(value: torch.Tensor, group: Any) -> None:
+    """Warns where all ranks of `group` hold the same rows, as those of a batch that nobody has cut.
+
+    Such rows would be taken for other parts of a longer sequence, and losses be those of another model. Values
+    `[s, ...]` of a first layer are rotated by no position: equal tokens have equal ones. Collective over the group.
+    """
+    if group.size() == 1:
+        return
+    own = value.detach().flatten(1)[:, 0].float().contiguous()
+    of_all = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(of_all, own, group=group)
+    if bool((own != own[0]).any()) and all(torch.equal(own, one) for one in of_all):
+        warnings.warn(
+            f"all {group.size()} context ranks hold the same {len(own)} rows, as if each had the whole batch; cut it "
+            "before the model, by megatron.core.utils.get_batch_on_this_cp_rank or the rows of each rank",
+            stacklevel=2,
+        )
 
 
 def check_mask_is_causal(

@@ -1,5 +1,7 @@
 """The core attention module by itself, against dense float64 attention; and what it refuses."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -262,3 +264,25 @@ def test_a_document_that_cannot_have_been_split_zigzag_is_refused_on_every_rank(
     errors = run_on_ranks(2, _split_is_refused, return_exceptions=True)
     for error in errors:
         assert isinstance(error, ValueError) and "document 0 has 6 tokens" in str(error)
+
+
+def attend_rows(rank, cp, rows_of_rank):
+    """The warnings of two calls on rows of one sequence, `rows_of_rank[rank]`."""
+    with parallel_state(Case(cp=cp)), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        attention = make_attention(Case(cp=cp))
+        heads = [x[rows_of_rank[rank]] for x in random_heads(16)]
+        for _ in range(2):
+            attention(*heads, None)
+        return [str(one.message) for one in told if "context ranks" in str(one.message)]
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_a_batch_that_nobody_has_cut_is_told_once_on_every_rank(cp):
+    whole = [np.arange(12)] * cp
+    for told in run_on_ranks(cp, attend_rows, whole):
+        (line,) = told
+        assert f"all {cp} context ranks hold the same 12 rows" in line
+        assert "get_batch_on_this_cp_rank" in line
+    cut = [zigzag_rows([12], cp, rank) for rank in range(cp)]
+    assert run_on_ranks(cp, attend_rows, cut) == [[]] * cp
