@@ -193,6 +193,13 @@ def test_report_writes_where_it_is_told_and_says_so(capsys, tmp_path):
     assert "Loss of two runs" in target.read_text()
 
 
+def test_a_run_is_not_compared_with_itself(capsys, tmp_path):
+    write_run(tmp_path / "run", cp_size=2)
+    same = str(tmp_path / "deep" / ".." / "run")
+    said = refusal(capsys, "report", str(tmp_path / "run"), "--compare", same)
+    assert "is the run itself; give the folder of another" in said
+
+
 def test_report_of_a_damaged_run_is_one_line(capsys, tmp_path):
     write_run(tmp_path / "run")
     (tmp_path / "run" / "plan.json").write_text(json.dumps({"schema": 1, "samples": [{}]}))

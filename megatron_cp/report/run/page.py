@@ -47,6 +47,8 @@ def write_run_report(
     Raises ValueError, one line, for records that are missing or damaged.
     """
     run = read_run(folder)
+    if compare is not None and compare.resolve() == folder.resolve():
+        raise ValueError(f"--compare {compare} is the run itself; give the folder of another")
     other = None if compare is None else read_run(compare)
     output = folder / "report.html" if output is None else output
     write_page(output, run_page(run, other, tell=tell))
