@@ -90,7 +90,7 @@ def in_parts_of(
 
 def _holds_nothing(part: Any) -> bool:
     """Returns whether a part has no parameter on this rank. That of a sharded optimizer knows so by itself."""
-    if part.config.use_distributed_optimizer:
+    if part.config.use_distributed_optimizer or part.optimizer is None:  # None: nor on any other
         return False
     return not any(group["params"] for group in part.optimizer.param_groups)
 
