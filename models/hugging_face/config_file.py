@@ -13,13 +13,14 @@ from megatron_cp.models.hugging_face.settings import Arguments, Config
 
 # What does not change the weights or what they compute. Duplicates of a key that is read
 # (experts_per_token) and counts that follow from others (qk_head_dim) are among them; so is
-# num_nextn_predict_layers: the tensors of those layers, where they are there, are refused by name.
+# num_nextn_predict_layers: the tensors of those layers, where they are there, are refused by name. The length of
+# pretraining decides long RoPE alone, which is refused.
 _CHANGES_NOTHING = """
     _attn_implementation _name_or_path architectures attn_implementation auto_map bos_token_id
     cross_attention_hidden_size dtype eos_token_id ep_size experts_per_token head_dim
     initial_context_length initializer_range max_window_layers model_type num_mtp_layers
-    num_nextn_predict_layers output_attentions output_hidden_states output_router_logits
-    pad_token_id qk_head_dim return_dict router_aux_loss_coef aux_loss_alpha seq_aux
+    num_nextn_predict_layers original_max_position_embeddings output_attentions output_hidden_states
+    output_router_logits pad_token_id qk_head_dim return_dict router_aux_loss_coef aux_loss_alpha seq_aux
     sliding_window tokenizer_class torch_dtype transformers_version unsloth_fixed unsloth_version
     use_cache use_return_dict vocab_padding
 """

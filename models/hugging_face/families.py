@@ -41,6 +41,7 @@ _LLAMA_LIKE = {
     "window_attn_skip_freq": None,
     "num_experts": None,
 }
+_LLAMA_LIKE_BUT_WINDOWS = {k: v for k, v in _LLAMA_LIKE.items() if not k.startswith("window_")}
 _PLAIN = {
     "hidden_act": ("silu",),
     "attention_dropout": (0, None),
@@ -76,9 +77,23 @@ MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
     weights=LLAMA.weights,
-    settings=(*_SHAPE, rope.ROPE, s.WINDOW_EVERYWHERE),
-    constants={key: value for key, value in _LLAMA_LIKE.items() if not key.startswith("window_")},
+    settings=(*_SHAPE, rope.ROPE, s.window_everywhere(4096)),
+    constants=_LLAMA_LIKE_BUT_WINDOWS,
     only=_PLAIN | _NO_BIAS | {"layer_types": (None,)},
+)
+PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    weights={
+        "model": w.OUTER,
+        "layer": w.JOINED_ATTENTION,
+        "dense layer": (*w.DENSE_NORM, *w.JOINED_DENSE),
+    },
+    settings=(*_SHAPE, rope.partial_rope(1.0), s.window_everywhere(None)),
+    constants=_LLAMA_LIKE_BUT_WINDOWS,
+    only=_ANY_SHARE_ROTATES
+    | _NO_BIAS
+    | {"layer_types": (None,), "resid_pdrop": (0, None), "embd_pdrop": (0, None)},
 )
 SMOLLM3 = Family(
     model_type="smollm3",
@@ -305,6 +320,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         LLAMA,
         MISTRAL,
+        PHI3,
         SMOLLM3,
         QWEN2,
         QWEN3,

@@ -15,7 +15,8 @@ weight (`less`), which Megatron stores less 1.
 # MLP, M of an expert, G = 2 x M, S of the shared experts, E experts. Multi-latent attention: A and
 # C low ranks of queries and of keys and values, B = C + rotary width, U and T rows of the two up
 # projections, O = N x value width. Gated delta nets: J value heads, I width of a value head, L = key
-# heads x key width, R = J x I, X = 2 x L + 2 x R, Y = 2 x J, Z = 2 x L + R, W taps; P = 2 x Q.
+# heads x key width, R = J x I, X = 2 x L + 2 x R, Y = 2 x J, Z = 2 x L + R, W taps; P = 2 x Q. Stored
+# as one: f = 2 x F, q = Q + 2 x K.
 
 from __future__ import annotations
 
@@ -185,6 +186,8 @@ def sizes_of(arguments: Arguments) -> Sizes:
         "S": get("moe_shared_expert_intermediate_size") or 0,
         "E": get("num_experts") or 0,
         "P": 2 * heads * width,
+        "f": 2 * arguments["ffn_hidden_size"],
+        "q": (heads + 2 * arguments["num_query_groups"]) * width,
         "1": 1,
         "padded": arguments["padded_vocab_size"],
     }

@@ -149,24 +149,23 @@ WINDOWS = Setting(
 )
 
 
-def _window_everywhere_from_config(config: Config) -> Arguments:
-    """HF: all layers have the window, of 4096 keys where nothing is said."""
-    width = config.get("sliding_window", 4096)
-    return {
-        "window_size": None if width is None else (width - 1, 0),
-        "window_attn_skip_freq": None,
-    }
+def window_everywhere(default: int | None) -> Setting:
+    """Returns one window of all layers, or none; `default` where config.json is silent."""
+
+    def to_arguments(config: Config) -> Arguments:
+        width = config.get("sliding_window", default)
+        return {
+            "window_size": None if width is None else (width - 1, 0),
+            "window_attn_skip_freq": None,
+        }
+
+    def to_config(arguments: Arguments) -> dict[str, Any]:
+        size = arguments["window_size"]
+        return {"sliding_window": None if size is None else size[0] + 1}
+
+    return Setting(keys=("sliding_window",), to_arguments=to_arguments, to_config=to_config)
 
 
-WINDOW_EVERYWHERE = Setting(
-    keys=("sliding_window",),
-    to_arguments=_window_everywhere_from_config,
-    to_config=lambda arguments: {
-        "sliding_window": None
-        if arguments["window_size"] is None
-        else arguments["window_size"][0] + 1
-    },
-)
 SWIGLU_LIMIT = same("swiglu_limit", "activation_func_clamp_value")
 
 

@@ -51,6 +51,11 @@ ATTENTION = (
     ),
     row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", "HQ")),
 )
+JOINED_ATTENTION = (
+    ATTENTION[0],
+    row("self_attention.linear_qkv.weight", ("self_attn.qkv_proj.weight", "qH"), order=by_group),
+    ATTENTION[2],
+)
 QKV_BIAS = (
     row(
         "self_attention.linear_qkv.bias",
@@ -156,6 +161,7 @@ DENSE = (
     ),
     row("mlp.linear_fc2.weight", ("mlp.down_proj.weight", "HF")),
 )
+JOINED_DENSE = (row("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight", "fH")), DENSE[1])
 # The local layer spec stores the norm before experts under the name that a dense layer has with
 # Transformer Engine; Transformer Engine's spec does not fuse it there.
 EXPERT_NORM = (

@@ -169,6 +169,7 @@ def test_what_transformers_takes_for_granted_is_said():
         ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),
         ("GLM-4.5-Air", {"norm_topk_prob": False}, "norm_topk_prob=False"),
         ("Mistral-7B-v0.1", {"layer_types": ["sliding_attention"] * 32}, "layer_types=['sliding_"),
+        ("phi-4", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "'longrope'"),
         ("SmolLM3-3B", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("SmolLM3-3B", {"no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers of 4"),
         ("Mixtral-8x7B", {"sliding_window": 4096}, "sliding_window=4096"),

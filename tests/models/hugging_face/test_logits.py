@@ -66,7 +66,7 @@ def test_logits_of_packed_documents_equal_transformers(converted: Path, name: st
 
 
 # Latent attention needs TransformerEngine's layers there: Megatron's local ones are refused.
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mixtral", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_next"])
 def test_two_tensor_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(tp=2))
 
@@ -90,6 +90,7 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
     [
         ("llama3", {"rope_parameters": {"factor": 4.0}}),
         ("mistral", {"sliding_window": 9}),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
         ("smollm3", {"no_rope_layers": [1, 1, 1]}),
         ("qwen3", {"rms_norm_eps": 1e-2}),
         ("qwen3_moe", {"norm_topk_prob": False}),

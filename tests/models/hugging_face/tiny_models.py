@@ -70,6 +70,18 @@ MODELS = {
     "llama_tied": Tiny("Llama", {"tie_word_embeddings": True}, is_dense=True),
     "mistral": Tiny("Mistral", {"head_dim": 32, "sliding_window": 8}, is_dense=True),
     "mistral_full": Tiny("Mistral", {"sliding_window": None}, is_dense=True),
+    "phi3": Tiny(
+        "Phi3",
+        {
+            "pad_token_id": None,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+        is_dense=True,
+    ),
     "smollm3": Tiny(
         "SmolLM3",
         {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "pad_token_id": None},
