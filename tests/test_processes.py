@@ -42,3 +42,25 @@ def test_a_file_in_shared_memory_that_nobody_holds_is_found(monkeypatch):
     finally:
         file.unlink()
     processes.check_nothing_is_left(before)
+
+
+def test_a_semaphore_whose_maker_was_killed_inside_glibc_goes_once_nobody_holds_it(monkeypatch):
+    before = processes.shared_memory()
+    first, second = (
+        Path("/dev/shm", f"sem.{name}{os.getpid()}") for name in ("of_glibc_", "mp-of_a_test_")
+    )
+    first.touch()
+    second.hardlink_to(first)
+    monkeypatch.setattr(processes, "HANG_SECONDS", 0.1)
+    try:
+        with second.open("rb"):
+            processes.check_nothing_is_left(before)
+            assert second.exists()  # its maker may be between the two names
+        processes.check_nothing_is_left(before)
+        assert not first.exists() and not second.exists()
+        second.touch()
+        with pytest.raises(AssertionError, match=second.name):
+            processes.check_nothing_is_left(before)
+    finally:
+        first.unlink(missing_ok=True)
+        second.unlink(missing_ok=True)

@@ -91,7 +91,7 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("llama3", {"rope_parameters": {"factor": 4.0}}),
         ("mistral", {"sliding_window": 9}),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
-        ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
         ("qwen3", {"rms_norm_eps": 1e-2}),
         ("qwen3_moe", {"norm_topk_prob": False}),
         ("qwen3_next", {"norm_topk_prob": False}),

@@ -84,7 +84,7 @@ MODELS = {
     ),
     "smollm3": Tiny(
         "SmolLM3",
-        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "pad_token_id": None},
+        {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1], "pad_token_id": None},
         is_dense=True,
     ),
     "qwen2": Tiny("Qwen2", {"tie_word_embeddings": True}, is_dense=True),
