@@ -56,6 +56,15 @@ _NO_WINDOW = {
 }
 _NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 _SHAPE = (*s.SIZES, s.TIED)
+_EXPERTS_BEHIND_DENSE_LAYERS = (
+    s.ROUTED_EXPERTS,
+    s.TOP_K,
+    s.EXPERT_WIDTH,
+    s.FIRST_DENSE_LAYERS,
+    s.SHARED_WIDTH,
+    s.GROUPS,
+    s.ROUTED_SCALING,
+)
 _ANY_SHARE_ROTATES = {k: v for k, v in _PLAIN.items() if k != "partial_rotary_factor"}
 _EXPERTS_AFTER_SOFTMAX = {"moe_router_score_function": "softmax"}
 _EXPERTS_BY_SIGMOID = {
@@ -205,13 +214,7 @@ GLM4_MOE = Family(
         rope.partial_rope(0.5),
         s.QKV_BIASES,
         s.QK_NORMS,
-        s.ROUTED_EXPERTS,
-        s.TOP_K,
-        s.EXPERT_WIDTH,
-        s.FIRST_DENSE_LAYERS,
-        s.SHARED_WIDTH,
-        s.GROUPS,
-        s.ROUTED_SCALING,
+        *_EXPERTS_BEHIND_DENSE_LAYERS,
     ),
     constants=_LLAMA_LIKE | _EXPERTS_BY_SIGMOID,
     only=_ANY_SHARE_ROTATES | {"norm_topk_prob": (True, None)},
@@ -291,13 +294,7 @@ DEEPSEEK_V3 = Family(
         *s.LATENT_SIZES,
         s.TIED,
         rope.LATENT_ROPE,
-        s.ROUTED_EXPERTS,
-        s.TOP_K,
-        s.EXPERT_WIDTH,
-        s.FIRST_DENSE_LAYERS,
-        s.SHARED_WIDTH,
-        s.GROUPS,
-        s.ROUTED_SCALING,
+        *_EXPERTS_BEHIND_DENSE_LAYERS,
     ),
     constants=_LLAMA_LIKE
     | _EXPERTS_BY_SIGMOID
