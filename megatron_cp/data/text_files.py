@@ -226,5 +226,5 @@ def _refuse_format(path: Path) -> None:
         raise ValueError(f"--input {path} is compressed; unpack it, and give what is in it")
     if path.suffix.lower() in JSON_SUFFIXES and _ARRAY.match(head):
         raise ValueError(
-            f"--input {path} is one JSON array; each line must be a document: jq -c '.[]' {path} > {path.stem}.jsonl"
+            f"--input {path} is one JSON array; each line must be a document: write its objects one a line"
         )
