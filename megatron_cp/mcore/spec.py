@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_cp.mcore import compat, hooks, layers, program
 from megatron_cp.mcore.attention import ContextParallelAttention
-from megatron_cp.mcore.foreach_adam import install_foreach_adam
+from megatron_cp.mcore.fused_adam import install_fused_adam
 from megatron_cp.mcore.gated_delta_net import ContextGatedDeltaNet, gated_delta_net_layer
 from megatron_cp.mcore.linear_layers import linear_layers
 from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
@@ -231,7 +231,7 @@ class ConfiguredLayer(TransformerLayer):
         use_te = _uses_transformer_engine(config)
         args = program.arguments()
         if args is not None and getattr(args, "use_distributed_optimizer", False):
-            install_foreach_adam()  # it is built after the model; torch's AdamW could not be resumed
+            install_fused_adam()  # it is built after the model; torch's AdamW could not be resumed
         check_spec(config)
         if config.mtp_num_layers and config.context_parallel_size > 1:
             raise NotImplementedError(

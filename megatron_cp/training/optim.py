@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_cp.mcore.foreach_adam import install_foreach_adam
+from megatron_cp.mcore.fused_adam import install_fused_adam
 from megatron_cp.mcore.optimizer import install_first_momentum
 from megatron_cp.mcore.parameter_groups import name_decoupled_groups
 from megatron_cp.training.config import TrainConfig
@@ -30,7 +30,7 @@ def build_optimizer(config: TrainConfig, model: list[Any]) -> Any:
     calls it. Muon needs emerging-optimizers; with its version 0.1.0, losses on two context ranks
     (CPU) are those on one within 1e-6, and a resumed run is bitwise the same; on one H100 within 6e-4 (bf16).
     """
-    install_foreach_adam()
+    install_fused_adam()
     names = {field.name for field in dataclasses.fields(OptimizerConfig)}
     given = {name: config.arguments[name] for name in names & config.arguments.keys()}
     given |= {name: _FORMATS[given[name]] for name in given if name.endswith("_dtype")}

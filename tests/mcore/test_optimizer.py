@@ -1,4 +1,4 @@
-"""ForeachAdam against torch's own, and exact resume of the distributed optimizer."""
+"""FusedAdam against torch's own, and exact resume of the distributed optimizer."""
 
 import functools
 import multiprocessing
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_cp.mcore.foreach_adam import ForeachAdam
+from megatron_cp.mcore.fused_adam import FusedAdam
 from megatron_cp.mcore.parameter_groups import groups_found_at_any_rate, name_decoupled_groups
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from tests.mcore.tiny_gpt import Case, Trainer, parallel_state
@@ -17,11 +17,11 @@ from tests.ranks import run_on_ranks
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_foreach_adam_equals_torchs_adam(adam_w_mode: bool, weight_decay: float):
+def test_fused_adam_equals_torchs_adam(adam_w_mode: bool, weight_decay: float):
     start = [torch.randn(5, 3, dtype=torch.float64), torch.randn(7, dtype=torch.float64)]
     settings = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
     params, theirs = ([x.clone().requires_grad_() for x in start] for _ in range(2))
-    ours = ForeachAdam([{"params": params}], adam_w_mode=adam_w_mode, **settings)
+    ours = FusedAdam([{"params": params}], adam_w_mode=adam_w_mode, **settings)
     reference = (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(theirs, **settings)
     for _ in range(10):
         for mine, other in zip(params, theirs, strict=True):
@@ -35,7 +35,7 @@ def test_foreach_adam_equals_torchs_adam(adam_w_mode: bool, weight_decay: float)
 
 def test_the_step_count_lives_in_the_group_and_parameters_without_gradient_stay():
     trained, frozen = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    optimizer = ForeachAdam([{"params": [trained, frozen]}, {"params": []}], lr=0.1)
+    optimizer = FusedAdam([{"params": [trained, frozen]}, {"params": []}], lr=0.1)
     trained.grad = torch.ones(2)
     optimizer.step()
     optimizer.step()

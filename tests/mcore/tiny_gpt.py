@@ -251,9 +251,9 @@ class Trainer:
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from megatron_cp.mcore.foreach_adam import install_foreach_adam
+        from megatron_cp.mcore.fused_adam import install_fused_adam
 
-        install_foreach_adam()
+        install_fused_adam()
         self.case, self.groups = case, groups
         self.config = make_config(case)
         settings = DistributedDataParallelConfig(

@@ -109,7 +109,7 @@ def train_by_megatron(rank, world_size, folder, form, adam):
         if adam == "torch's":  # as Megatron takes it without Transformer Engine and apex
             from megatron.core import optimizer
 
-            patch.setattr(optim, "install_foreach_adam", lambda: False)
+            patch.setattr(optim, "install_fused_adam", lambda: False)
             patch.setattr(optimizer, "Adam", torch.optim.AdamW)
             patch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", True)
         with made.run_state() as theirs:

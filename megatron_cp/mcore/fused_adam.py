@@ -4,7 +4,7 @@ Megatron then falls back to torch's AdamW, whose step count is one tensor per pa
 the distributed optimizer gives *all* parameters the same tensor, torch advances it once per
 parameter, and training goes on silently wrong (measured: loss 4.7571 instead of 4.7471 two steps
 later). apex's FusedAdam keeps one count per parameter group; Megatron's code paths for it are
-right. This module is that optimizer in plain torch, and the switch that makes Megatron use it.
+right. This module is that optimizer over torch's own fused kernels, and the switch that makes Megatron use it.
 
 It concerns GPUs without Transformer Engine just as much as CPUs.
 """
@@ -21,7 +21,7 @@ from megatron_cp.mcore import compat
 from megatron_cp.mcore.optimizer import repair_padded_buckets
 
 
-class ForeachAdam(torch.optim.Optimizer):
+class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with apex's interface: the step count lives in the parameter group.
 
     The state of a parameter is `exp_avg` and `exp_avg_sq`, in the parameter's dtype. Bias is
@@ -67,30 +67,33 @@ class ForeachAdam(torch.optim.Optimizer):
                 self._update(group, params)
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        beta1, beta2 = group["betas"]
-        grads = [param.grad for param in params if param.grad is not None]
         for param in params:
             if not self.state[param]:
                 self.state[param]["exp_avg"] = torch.zeros_like(param)
                 self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
-        means = [self.state[param]["exp_avg"] for param in params]
-        squares = [self.state[param]["exp_avg_sq"] for param in params]
-        if group["weight_decay"] and self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        elif group["weight_decay"]:
-            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-        torch._foreach_lerp_(means, grads, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_div_(denominators, (1 - beta2 ** group["step"]) ** 0.5)
-        torch._foreach_add_(denominators, group["eps"])
-        rate = group["lr"] / (1 - beta1 ** group["step"])
-        torch._foreach_addcdiv_(params, means, denominators, -rate)
+        beta1, beta2 = group["betas"]
+        # torch's kernels read the count of each parameter and do not advance it: one tensor serves all.
+        count = torch.full((), group["step"], dtype=torch.float32, device=params[0].device)
+        update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        update(
+            params,
+            [param.grad for param in params if param.grad is not None],
+            [self.state[param]["exp_avg"] for param in params],
+            [self.state[param]["exp_avg_sq"] for param in params],
+            [],
+            [count] * len(params),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
 
-def install_foreach_adam() -> bool:
-    """Returns True if Megatron now builds `ForeachAdam`, False where TE or apex serve it.
+def install_fused_adam() -> bool:
+    """Returns True if Megatron now builds `FusedAdam`, False where TE or apex serve it.
 
     Call it before `get_megatron_optimizer`. It calls `repair_padded_buckets`. A second call changes nothing.
     """
@@ -98,11 +101,11 @@ def install_foreach_adam() -> bool:
     from megatron.core.optimizer import distrib_optimizer
 
     repair_padded_buckets()
-    if compat.has_fused_adam() and optimizer.Adam is not ForeachAdam:
+    if compat.has_fused_adam() and optimizer.Adam is not FusedAdam:
         return False
-    if optimizer.Adam is ForeachAdam:
+    if optimizer.Adam is FusedAdam:
         return True
-    optimizer.Adam = distrib_optimizer.Adam = ForeachAdam
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
     distrib_optimizer.USING_APEX_OPTIMIZER = True
