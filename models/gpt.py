@@ -23,7 +23,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_cp.mcore import compat, rope_fusion
+from megatron_cp.mcore import compat, loss_fusion, rope_fusion
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.mcore.spec import gpt_block_spec, mtp_block_spec
 
@@ -91,6 +91,10 @@ def transformer_config(
     fields.update(fusions_of(arguments))
     if fields["apply_rope_fusion"]:
         rope_fusion.install()
+    if fields["cross_entropy_loss_fusion"]:
+        loss_fusion.install()
+        if not arguments.get("cross_entropy_loss_fusion"):
+            fields["cross_entropy_fusion_impl"] = "native"
     # Megatron would refuse context parallelism with linear layers (0.16), or want heads that it divides (0.20).
     variant = fields.pop("experimental_attention_variant", None)
     with warnings.catch_warnings():  # 0.16.1 warns of its own default
@@ -142,8 +146,7 @@ def fusions_of(arguments: Arguments) -> dict[str, bool]:
 
     None of them changes a result beyond rounding but GELU, which Megatron's fused kernel takes by tanh (measured: 3e-5
     of the gradient norm of a small model). Each is on only where it is wanted and what it needs is installed, because
-    Megatron would stop otherwise. On a GPU this ran without Transformer Engine and apex; with them it never did, nor
-    did RoPE by `rope_fusion`.
+    Megatron would stop otherwise. On a GPU this ran without Transformer Engine and apex; with them it never did.
     """
     wants, on_cuda = arguments.get, torch.cuda.is_available()
     has_engine = compat.has_transformer_engine()
@@ -177,6 +180,7 @@ def fusions_of(arguments: Arguments) -> dict[str, bool]:
         and is_apex_norm
         and not has_engine
         and not wants("no_persist_layer_norm"),
+        "cross_entropy_loss_fusion": on_cuda or bool(wants("cross_entropy_loss_fusion")),
         "moe_permute_fusion": has_engine and bool(wants("moe_permute_fusion")),
         "moe_router_fusion": has_engine and bool(wants("moe_router_fusion")),
     }

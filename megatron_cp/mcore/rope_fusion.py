@@ -4,7 +4,7 @@ Megatron-Core fuses RoPE by Transformer Engine alone. Without it a rotation is a
 read or write the whole tensor: most of 37 of the 436 ms of a training step of 1.3 B parameters
 (benchmarks/results/h200_2026-11-27.md). `torch.compile` makes one kernel of them, as Megatron-Core's other
 fusions do. It computes in fp32 and rounds once, as Transformer Engine does; unfused each product is rounded.
-It never ran on a GPU.
+Both passes over 32K tokens of 16 heads of 128 take .33 ms instead of 1.90 (H200, h200_second_2026-11-27.md).
 """
 
 from __future__ import annotations

@@ -172,7 +172,8 @@ def test_fusions_are_megatrons_on_cuda_where_their_kernels_are_and_off_on_a_cpu(
         return {name for name, is_on in fusions_of(model).items() if is_on}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
-    plain = {"bias_activation_fusion", "bias_dropout_fusion"} if on_cuda else set()
+    loss = {"cross_entropy_loss_fusion"} if on_cuda else set()
+    plain = {"bias_activation_fusion", "bias_dropout_fusion", *loss} if on_cuda else set()
     rope = {"apply_rope_fusion"} if on_cuda else set()
     assert on(LLAMA3_8B) == plain | rope
     assert on(GPT_125M) == plain
@@ -192,7 +193,10 @@ def test_fusions_are_megatrons_on_cuda_where_their_kernels_are_and_off_on_a_cpu(
         assert "bias_activation_fusion" not in on(in_experts)
     unwanted = ("bias_swiglu_fusion", "bias_dropout_fusion", "apply_rope_fusion")
     off = dict.fromkeys((*unwanted, "gradient_accumulation_fusion"), False)
-    assert on({**LLAMA3_8B, **off}) == set()
+    assert on({**LLAMA3_8B, **off}) == loss
+    assert on({**LLAMA3_8B, **off, "cross_entropy_loss_fusion": True}) >= {
+        "cross_entropy_loss_fusion"
+    }
 
 
 def test_flags_become_the_planners_settings_per_tensor_parallel_rank():

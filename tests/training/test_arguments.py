@@ -188,11 +188,12 @@ def test_muon_does_not_cut_queries_with_a_gate_among_them():
     assert not reasons
 
 
-def test_equal_bits_are_not_promised_with_a_fused_loss_on_a_gpu():
+def test_equal_bits_are_not_promised_with_transformer_engines_loss():
     flags = [*SMALL_RUN, "--deterministic-mode", "--cross-entropy-loss-fusion"]
-    _, reasons = judge_arguments(flags, {}, GPU_MACHINE)
-    assert len(reasons) == 1 and "--cross-entropy-loss-fusion has not the same bits" in reasons[0]
-    assert not judge_arguments(flags, {}, replace(GPU_MACHINE, has_cuda=False))[1]
+    assert not judge_arguments(flags, {}, GPU_MACHINE)[1]
+    flags += ["--cross-entropy-fusion-impl", "te"]
+    _, reasons = judge_arguments(flags, {}, replace(GPU_MACHINE, has_transformer_engine=True))
+    assert len(reasons) == 1 and "give --cross-entropy-fusion-impl native" in reasons[0]
 
 
 def test_equal_bits_fix_how_libraries_sum_unless_the_user_has():

@@ -91,8 +91,8 @@ TABLE = """
 --no-bias-swiglu-fusion off:bias_swiglu_fusion - | bias and SwiGLU in two kernels
 --no-bias-dropout-fusion off:bias_dropout_fusion - | bias and dropout in two kernels
 --no-rope-fusion off:apply_rope_fusion - | rotary embedding by torch, operation by operation
---cross-entropy-loss-fusion on - | the loss in fewer kernels, its gradient rounded to bf16
---cross-entropy-fusion-impl one-of:native,te native | whose kernels: torch's or Transformer Engine's
+--cross-entropy-loss-fusion on - | the loss without a copy of the logits in fp32; on a GPU always
+--cross-entropy-fusion-impl one-of:native,te native | whose kernels: torch.compile's or Transformer Engine's
 --no-gradient-accumulation-fusion off:gradient_accumulation_fusion - | not apex's kernel for it
 --no-persist-layer-norm on - | not apex's persistent LayerNorm kernel
 --fp8-format one-of:e4m3,hybrid:fp8 - | linear layers of Transformer Engine in fp8; attention is not

@@ -75,10 +75,10 @@ def complete_engine(args: Namespace) -> Iterator[str]:
             "--cross-entropy-fusion-impl te needs Transformer Engine, which is not installed; "
             "give --cross-entropy-fusion-impl native: the same computation"
         )
-    if args.deterministic_mode and args.cross_entropy_loss_fusion and machine.has_cuda:
+    if args.deterministic_mode and needs_engine:
         yield (
-            "--cross-entropy-loss-fusion has not the same bits on every run on a GPU, which --deterministic-mode asks "
-            "for; drop one (the loss is the same computation unfused)"
+            "--cross-entropy-fusion-impl te does not promise the same bits on every run, which --deterministic-mode "
+            "asks for; give --cross-entropy-fusion-impl native: the same computation"
         )
 
 
