@@ -98,6 +98,7 @@ _ENGINE = """
     | --recompute-granularity selective | --recompute-granularity selective --recompute-modules layernorm
 0.2 --num-workers 1
 0.2 --moe-token-dispatcher-type alltoall
+0.3 --cross-entropy-loss-fusion
 """
 _CONTEXT = """
 1.0 --cp-planner auto | --cp-planner auto | --cp-planner zigzag | --cp-planner allgather | --cp-planner ulysses
