@@ -143,6 +143,12 @@ def test_tma_takes_its_share_of_shared_memory():
     assert _cycles(way, tma_bytes=60 * 128) == pytest.approx(240 + 60, abs=2)
 
 
+@pytest.mark.parametrize("moves", ["STSM.16.MT88.4 [R2], R4", "LDSM.16.MT88.4 R4, [R2]"])
+def test_matrices_move_sixteen_bytes_a_lane(moves):
+    """Four warps of 32 lanes at 128 bytes a cycle."""
+    assert _cycles(_way(*[moves] * 5)) == pytest.approx(5 * 16, abs=0.5)
+
+
 def test_consumers_with_different_ways_meet_at_barriers():
     quick = _way("BAR.SYNC.DEFER_BLOCKING 0x1, 0x100", *_idle(5))
     slow = _way("BAR.SYNC.DEFER_BLOCKING 0x1, 0x100", *_idle(100))

@@ -197,7 +197,9 @@ class Quarter:
 
     def _move(self, i: Instruction, time: float) -> None:
         """A warp of each of four quarters. Lanes of a row load the same pair of statistics: an eighth."""
-        width = 16 if ".128" in i.name or i.base == "STSM" else 8 if ".64" in i.name else 4
+        width = (
+            16 if ".128" in i.name or i.base in ("STSM", "LDSM") else 8 if ".64" in i.name else 4
+        )
         warp_bytes = 32 * width / (8 if i.base == "LDS" and width < 16 else 1)
         self.shared = max(self.shared, time) + 4 * warp_bytes / self.port
         self.busy["shared"] += 4 * warp_bytes
