@@ -114,4 +114,25 @@ MCP_DEVICE void store_gradient(const BwdParams& params,
     }
 }
 
+// The same where columns are keys, of which `num_keys` from the thread's first on exist: one of the
+// thread's two columns of the gradient, and those that lie 64 and 128 on. `offset` is that of the
+// first key's.
+template <int kHalf, class T, int kChunks, int kSize>
+MCP_DEVICE void store_transposed_gradient(const BwdParams& params,
+                                          void* gradient,
+                                          i64 offset,
+                                          i64 key_stride,
+                                          const float (&d)[kChunks][kSize],
+                                          float factor,
+                                          i32 num_keys) {
+    if (params.store != kStore16Bits) {
+        const bool adds = params.store == kAddFloats;
+        float* const first = static_cast<float*>(gradient) + offset;
+        store_or_add_column_f32(first, key_stride, d, kHalf, factor, num_keys, adds);
+    } else {
+        u16* const first = static_cast<u16*>(gradient) + offset;
+        store_column_16<T>(first, key_stride, d, kHalf, factor, num_keys);
+    }
+}
+
 }  // namespace mcp::attn

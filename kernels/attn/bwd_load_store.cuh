@@ -141,7 +141,7 @@ struct BwdLoader {
 
 constexpr int kF32PanelColumns = 32;
 
-// Adds dq tiles, to which both consumers have written, to global memory.
+// Adds dq tiles to global memory, room by room of kDqColumns columns, which consumers have filled.
 template <class Traits, class Shared>
 struct BwdStorer {
     static constexpr int kPanelBytes = Traits::kBlockM * kRowBytes;
@@ -149,21 +149,23 @@ struct BwdStorer {
     const BwdParams& params;
     const Shared& shared;
     bool leader;
-    RingPosition<1> dq_at, mail_at;
+    RingPosition<Traits::kDqStages> dq_at;
+    RingPosition<1> mail_at;
 
     MCP_DEVICE BwdStorer(const BwdParams& params, const Shared& shared)
         : params(params), shared(shared), leader(lane_index() == 0) {}
 
-    // Adds the next dq tile to rows from `first` of the head, and gives the buffer back.
-    MCP_DEVICE void add(i32 head, i32 first) {
+    // Adds the next room to rows from `first` of the head, and gives it back.
+    MCP_DEVICE void add(i32 head, i32 first, i32 first_column) {
         wait(shared.dq_ring.full(dq_at), dq_at.parity);
         ptx::sync_warp();
         if (leader) {
             MCP_UNROLL
-            for (int column = 0; column < Traits::kHeadDim; column += kF32PanelColumns) {
-                ptx::tma_reduce_add_3d(&params.dq_map,
-                                       shared.dq() + column / kF32PanelColumns * kPanelBytes,
-                                       column, head, first);
+            for (int column = 0; column < Traits::kDqColumns; column += kF32PanelColumns) {
+                ptx::tma_reduce_add_3d(
+                    &params.dq_map,
+                    shared.dq(dq_at.stage) + column / kF32PanelColumns * kPanelBytes,
+                    first_column + column, head, first);
             }
             ptx::tma_commit_group();
             ptx::tma_wait_group_read<0>();
@@ -175,7 +177,10 @@ struct BwdStorer {
     MCP_DEVICE void store_tiles(const WorkItem& work, i32 head) {
         QueryTiles<Traits::kBlockM> queries(params.segments, work);
         do {
-            add(head, queries.first());
+            MCP_UNROLL
+            for (int column = 0; column < Traits::kHeadDim; column += Traits::kDqColumns) {
+                add(head, queries.first(), column);
+            }
         } while (queries.advance());
     }
 

@@ -81,7 +81,9 @@ struct BwdShared : BwdRooms<Traits> {
     }
 
     MCP_DEVICE Ds ds(int half) const { return {base + Traits::kDsAt + half * Traits::kDsBytes}; }
-    MCP_DEVICE u32 dq() const { return base + Traits::kDqAt; }
+    MCP_DEVICE u32 dq(int stage = 0) const {
+        return base + Traits::kDqAt + stage * Traits::kDqBytes;
+    }
 
     // One thread; a CTA barrier must follow.
     MCP_DEVICE void init_barriers() const {

@@ -188,8 +188,12 @@ struct BwdConsumer {
         store_gradient<kHalf, T>(params, params.dv, dv_at, dv, 1.0f, valid);
     }
 
-    // Of the keys of a tile, where this consumer's begin.
-    MCP_DEVICE int first_row() const { return consumer * 64; }
+    // Rows are keys.
+    MCP_DEVICE FragmentPlace place_of(const WorkItem& work) const {
+        FragmentPlace place = fragment_place();
+        place.row += work.row0 + consumer * 64;
+        return place;
+    }
 };
 
 template <class Traits>

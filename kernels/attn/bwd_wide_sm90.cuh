@@ -94,8 +94,12 @@ struct BwdWideConsumer {
         if (lane_index() == 0) ring.release(stage);
     }
 
-    // Of the keys of a tile, where this consumer's begin.
-    MCP_DEVICE int first_row() const { return 0; }
+    // Rows are keys.
+    MCP_DEVICE FragmentPlace place_of(const WorkItem& work) const {
+        FragmentPlace place = fragment_place();
+        place.row += work.row0;
+        return place;
+    }
 };
 
 // Makes the probabilities, and owns dv.

@@ -63,8 +63,7 @@ MCP_DEVICE void consume(Consumer& consumer) {
         const WorkItem work =
             to_work_item(receive<2>(shared.mailbox(), shared.mail_ring, consumer.mail_at));
         if (work.head < 0) break;
-        FragmentPlace place = fragment_place();
-        place.row += work.row0 + consumer.first_row();
+        const FragmentPlace place = consumer.place_of(work);
         consumer.begin();
         if (work.num_segs > 0) consumer.visit_tiles(work, place);
         consumer.template store<0>(work, place);

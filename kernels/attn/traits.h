@@ -105,6 +105,8 @@ struct BwdTraits {
     static constexpr int kDoutBytes = kBlockM * kPaddedValueDim * 2;
     static constexpr int kDsBytes = kBlockM * kBlockN * 2;
     static constexpr int kDqBytes = kBlockM * kPaddedHeadDim * 4;
+    static constexpr int kDqColumns = kHeadDim;
+    static constexpr int kDqStages = 1;
     static constexpr int kRowStatBytes = kBlockM * 4;
 
     // Shared memory: [align to 1024] k | v | q stages | dout stages | [ds x 2 | dq] | lse | delta |
@@ -160,6 +162,52 @@ struct BwdWideTraits {
     static constexpr int kMailboxAt = kDeltaAt + kStages * kRowStatBytes;
     static constexpr int kBarriersAt = kMailboxAt + 32;
     static constexpr int kNumBarriers = 2 * (1 + 1 + 3 * kStages) + 1;
+    static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
+    static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
+};
+
+// All three gradients for head dim 192: tiles of 96 keys and 64 queries. One consumer makes the
+// probabilities and dv, the other the gradients of the scores, dk and dq.
+template <class T_, int kHeadDim_, int kValueDim_, int kStages_>
+struct Bwd192Traits {
+    using T = T_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kValueDim = kValueDim_;
+    static constexpr int kConsumers = 2;
+    static constexpr int kBlockM = 64;
+    static constexpr int kBlockN = 96;
+    static constexpr int kStages = kStages_;
+    static constexpr int kProbStages = kValueDim <= 128 ? 2 : 1;
+    static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
+
+    static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0, "panels are not padded");
+    static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;
+    static constexpr int kValueBytes = kBlockN * kValueDim * 2;
+    static constexpr int kQueryBytes = kBlockM * kHeadDim * 2;
+    static constexpr int kDoutBytes = kBlockM * kValueDim * 2;
+    static constexpr int kScoreBytes = kBlockM * kBlockN * 2;  // of probabilities, or of ds
+    static constexpr int kDqColumns = 64;
+    static constexpr int kDqStages = 2;
+    static constexpr int kDqBytes = kBlockM * kDqColumns * 4;
+    static constexpr int kRowStatBytes = kBlockM * 4;
+
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | probability stages | ds | dq
+    // rooms | lse | delta | mailbox | barriers.
+    static constexpr int kKeysAt = 0;
+    static constexpr int kValuesAt = kKeysAt + kKeyBytes;
+    static constexpr int kQueriesAt = kValuesAt + kValueBytes;
+    static constexpr int kDoutAt = kQueriesAt + kStages * kQueryBytes;
+    static constexpr int kProbsAt = kDoutAt + kStages * kDoutBytes;
+    static constexpr int kDsAt = kProbsAt + kProbStages * kScoreBytes;
+    static constexpr int kDqAt = kDsAt + kScoreBytes;
+    static constexpr int kLseAt = kDqAt + kDqStages * kDqBytes;
+    static constexpr int kDeltaAt = kLseAt + kStages * kRowStatBytes;
+    static constexpr int kMailboxAt = kDeltaAt + kStages * kRowStatBytes;
+    static constexpr int kBarriersAt = kMailboxAt + 32;
+    static constexpr int kNumBarriers =
+        2 * (1 + 1 + 2 * kStages + kProbStages + 1 + kDqStages) + 1;
     static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };

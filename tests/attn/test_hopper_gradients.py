@@ -194,7 +194,14 @@ def test_nothing_is_launched_for_a_mask_without_pairs(device):
 
 
 @pytest.mark.parametrize(
-    ("dim", "deterministic", "apart"), [(128, False, False), (128, True, True), (192, False, True)]
+    ("dim", "deterministic", "apart"),
+    [
+        (128, False, False),
+        (128, True, True),
+        (192, False, False),
+        (192, True, True),
+        (256, False, True),
+    ],
 )
 def test_dq_has_a_kernel_of_its_own_in_the_deterministic_mode_and_for_wide_heads(
     device, dim, deterministic, apart
@@ -212,9 +219,9 @@ def test_dq_has_a_kernel_of_its_own_in_the_deterministic_mode_and_for_wide_heads
 
 
 def test_parts_add_to_the_gradients_that_are_held_whoever_makes_them(device):
-    mask, (q, k, v) = masks.causal(40), draw(40, 40, (2, 1), (192, 192), torch.float16)
+    mask, (q, k, v) = masks.causal(40), draw(40, 40, (2, 1), (256, 256), torch.float16)
     out, lse = hopper.forward(q, k, v, mask, OPTIONS)
-    dout = torch.randn(40, 2, 192).half()
+    dout = torch.randn(40, 2, 256).half()
     given = (dout, q, k, v, lse, (dout.float() * out).sum(-1), mask, OPTIONS)
     once = hopper.backward_onto_(None, None, *given)
     held = [x.clone() for x in once]

@@ -4,7 +4,7 @@
 
 namespace mcp::probes {
 
-enum Probe : i32 { kCopy, kProduct, kMatrixStore, kWarp, kReduce, kConvert };
+enum Probe : i32 { kCopy, kProduct, kMatrixStore, kMatrixLoad, kWarp, kReduce, kConvert };
 
 struct Params {
     TensorMap a_map, b_map;
@@ -115,6 +115,18 @@ MCP_DEVICE void matrix_store(const Params& params) {
     }
 }
 
+// The 256 elements of four matrices are counted in the order of their rows.
+MCP_DEVICE void matrix_load(const Params& params) {
+    const Memory memory;
+    const u32 thread = ptx::thread_index();
+    ptx::store_shared_u32(memory.a + 4 * thread, 2 * thread | (2 * thread + 1) << 16);
+    ptx::sync_threads();
+    if (thread >= 32) return;
+    u32 r[4];
+    ptx::ldmatrix_x4_trans(memory.a + 16 * thread, r[0], r[1], r[2], r[3]);
+    for (u32 i = 0; i < 4; i++) params.out[4 * thread + i] = r[i];
+}
+
 MCP_DEVICE void warp(const Params& params) {
     const u32 lane = ptx::thread_index() % 32;
     u32* out = params.out + 8 * ptx::thread_index();
@@ -170,6 +182,8 @@ MCP_KERNEL(128) layout_probes(MCP_PARAMS(mcp::probes::Params, params)) {
             return probes::product(params);
         case probes::kMatrixStore:
             return probes::matrix_store(params);
+        case probes::kMatrixLoad:
+            return probes::matrix_load(params);
         case probes::kWarp:
             return probes::warp(params);
         case probes::kReduce:

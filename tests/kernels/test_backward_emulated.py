@@ -56,11 +56,14 @@ def test_every_variant_differentiates_all_kinds_of_slices_in_one_call(variant):
     _check(MIXED, (300, 300), (2, 1), head_dims, dtype, feature=feature, deterministic=apart)
 
 
-@pytest.mark.parametrize("length", [1, 127, 128, 129])
+@pytest.mark.parametrize(
+    ("dim", "lengths"), [(64, (1, 127, 128, 129)), (192, (1, 63, 95, 96, 97, 193))], ids=str
+)
 @pytest.mark.parametrize("hi", [0, None])
-def test_lengths_around_the_tiles(length, hi):
-    slices = ((0, length, 0, length, None, hi),)
-    _check(slices, (length, length), (1, 1), (64, 64), torch.bfloat16, seed=length)
+def test_lengths_around_the_tiles(dim, lengths, hi):
+    for length in lengths:
+        slices = ((0, length, 0, length, None, hi),)
+        _check(slices, (length, length), (1, 1), (dim, dim), torch.bfloat16, seed=length)
 
 
 @st.composite
@@ -90,7 +93,8 @@ def test_random_slices_under_random_asynchrony(case, heads, dtype, kernel, deter
     "variant",
     [
         "bwd_bf16_128",
-        "bwd_dkdv_bf16_192_128",
+        "bwd_bf16_192_128",
+        "bwd_dkdv_bf16_192_128_softcap",
         "bwd_dkdv_bf16_64_softcap",
         "bwd_bf16_128_dropout",
         "bwd_dkdv_bf16_64_dropout",
@@ -170,6 +174,18 @@ def test_the_deterministic_mode_gives_the_same_bits_under_every_seed_and_grid(he
         assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True)), f"seed {seed}"
 
 
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_gradients_of_keys_have_the_same_bits_under_every_seed_and_grid(head_dim):
+    mask = masks.from_slices(300, 300, MIXED)
+    inputs, arguments = random_case(300, 300, (2, 2), (head_dim, head_dim), torch.bfloat16)
+    found = [
+        _gradients(inputs, mask, arguments, seed=seed, num_blocks=num_blocks)[3:]
+        for seed, num_blocks in ((0, 1), (3, 4), (4, 3))
+    ]
+    for dk, dv in found[1:]:
+        assert torch.equal(dk, found[0][0]) and torch.equal(dv, found[0][1])
+
+
 def test_gradients_of_a_part_of_the_keys_come_in_float32():
     """What the distributed runtime asks for: lse and delta of the whole, gradients of one part."""
     slices = ((0, 150, 0, 300, None, 90), (170, 200, 60, 220, None, None))
@@ -195,7 +211,8 @@ def test_gradients_of_a_part_of_the_keys_come_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("head_dims", "deterministic"), [((64, 64), False), ((64, 64), True), ((192, 128), False)]
+    ("head_dims", "deterministic"),
+    [((64, 64), False), ((64, 64), True), ((192, 128), False), ((192, 128), True)],
 )
 def test_rows_outside_every_slice_may_hold_nan(head_dims, deterministic):
     slices = ((10, 90, 20, 147, None, None), (100, 160, 150, 180, None, 40))

@@ -22,6 +22,7 @@ class Probe(IntEnum):
     COPY = 0
     PRODUCT = auto()
     MATRIX_STORE = auto()
+    MATRIX_LOAD = auto()
     WARP = auto()
     REDUCE = auto()
     CONVERT = auto()
@@ -212,6 +213,13 @@ def test_stmatrix_stores_rows_or_columns_of_four_matrices(kernel, transpose):
     matrix, row, column = np.meshgrid(range(4), range(8), range(8), indexing="ij")
     element = 256 * matrix + 2 * (4 * row + column // 2) + column % 2
     assert np.array_equal(out, element.swapaxes(1, 2) if transpose else element)
+
+
+def test_ldmatrix_loads_columns_of_four_matrices(kernel):
+    out = _run(kernel, probe=Probe.MATRIX_LOAD)[:128].view(np.uint16).reshape(32, 4, 2)
+    lane, matrix, half = np.meshgrid(range(32), range(4), range(2), indexing="ij")
+    row, column = 2 * (lane % 4) + half, lane // 4
+    assert np.array_equal(out, 64 * matrix + 8 * row + column)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -204,6 +204,30 @@ BACKWARD_MUTATIONS = {
         "",
         "was written by thread|nobody has written|phase",
     ),
+    "probabilities of 192 read before they are written": (
+        "attn/bwd_192_sm90.cuh",
+        "shared.prob_ring.wait_full(probs_at);\n        load_transposed",
+        "load_transposed",
+        "was written by thread|nobody has written",
+    ),
+    "dout of 192 released before dv is done": (
+        "attn/bwd_192_sm90.cuh",
+        "issue_at_bt<T>(dv[c], shared.dout(at.stage), c, probs);\n        ptx::wgmma_wait<0>();",
+        "issue_at_bt<T>(dv[c], shared.dout(at.stage), c, probs);",
+        "which a wgmma of warpgroup . may still read",
+    ),
+    "gradients of scores of 192 without proxy fence": (
+        "attn/bwd_192_sm90.cuh",
+        "ptx::fence_proxy_async();\n        ptx::mbarrier_arrive(ring.full(stage));",
+        "ptx::mbarrier_arrive(ring.full(stage));",
+        "through the generic proxy",
+    ),
+    "dq of 192 written before it is given back": (
+        "attn/bwd_192_sm90.cuh",
+        "shared.dq_ring.wait_empty(dq_at);",
+        "",
+        "which a bulk store of thread .* may still read",
+    ),
     "keys of dq alone released while they are multiplied": (
         "attn/bwd_dq_sm90.cuh",
         "issue_p_b<T>(dq, ds_16, shared.keys(keys_at.stage));\n        keys_at.advance();",
@@ -246,11 +270,11 @@ def test_a_careless_change_of_the_forward_kernel_is_found(mutation, tmp_path, mo
 @pytest.mark.parametrize("mutation", BACKWARD_MUTATIONS.values(), ids=BACKWARD_MUTATIONS)
 def test_a_careless_change_of_the_backward_kernel_is_found(mutation, tmp_path, monkeypatch):
     _break(mutation, tmp_path, monkeypatch)
-    alone = "bwd_sm90" not in mutation[0] and "load_store" not in mutation[0]
-    dims = (192, 128) if alone else (128, 128)
+    alone = "bwd_wide" in mutation[0] or "bwd_dq" in mutation[0]
+    dims = (192, 128) if alone or "bwd_192" in mutation[0] else (128, 128)
     inputs, _ = random_case(300, 200, (2, 1), dims, torch.bfloat16)
     leaves = [x.requires_grad_() for x in inputs]
-    out, _ = attend(*leaves, masks.full(300, 200), backend="emulated")
+    out, _ = attend(*leaves, masks.full(300, 200), backend="emulated", deterministic=alone)
     with pytest.raises(library.EmulatorError, match=mutation[-1]):
         out.sum().backward()
 

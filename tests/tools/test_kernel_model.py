@@ -245,10 +245,12 @@ def test_shapes_follow_from_the_variants():
     assert Shape(False, 128, 128, 128).flops == 4 * 128**3
     assert Shape(True, 64, 128, 128).flops == 10 * 64 * 128 * 128
     # 192 with values of 128: S of 192 columns and P V of 128; dP and dV of 128, the others of 192.
-    narrow = [shape_of(known_variants()[f"{kind}_192_128"]) for kind in ("fwd", "dkdv", "dq")]
+    kinds = ("fwd", "dkdv", "dq", "bwd")
+    narrow = [shape_of(known_variants()[f"{kind}_192_128"]) for kind in kinds]
     widths = [one.flops // (2 * one.block_m * one.block_n) for one in narrow]
-    assert widths == [192 + 128, 2 * 192 + 2 * 128, 2 * 192 + 128]
+    assert widths == [192 + 128, 2 * 192 + 2 * 128, 2 * 192 + 128, 3 * 192 + 2 * 128]
     assert narrow[0].tma_bytes == 128 * 2 * (192 + 128)
+    assert narrow[3].tma_bytes == 64 * (2 * (192 + 128) + 4 * 192) and narrow[3].separate_code
     assert shape_of(known_variants()["dq_256"]).flops == 6 * 128 * 64 * 256
     assert shape_of(known_variants()["dkdv_256"]).flops == 8 * 64 * 64 * 256
 
@@ -298,7 +300,8 @@ def test_the_record_is_of_todays_kernels():
 
 ROWS = {
     "forward 64": "fwd_64", "forward 128": "fwd_128", "forward 256": "fwd_256", "backward 64": "bwd_64",
-    "backward 128": "bwd_128", "backward 256: dK and dV": "dkdv_256", "backward 256: dQ": "dq_256",
+    "backward 128": "bwd_128", "backward 192": "bwd_192", "backward 192, values 128": "bwd_192_128",
+    "backward 256: dK and dV": "dkdv_256", "backward 256: dQ": "dq_256",
     "backward 64: dK and dV": "dkdv_64", "backward 64: dQ": "dq_64",
 }  # fmt: skip
 
@@ -328,4 +331,4 @@ def test_the_page_quotes_the_record():
                 wanted = [found["default"], found["tight"], *found["masked"].values()]
             assert told == wanted, line
             seen += 1
-    assert seen == 17
+    assert seen == 19

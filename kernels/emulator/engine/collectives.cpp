@@ -176,6 +176,34 @@ void set_max_registers(int registers, bool increase) {
     });
 }
 
+void ldmatrix_x4_trans(std::uint32_t row_address, std::uint32_t (&values)[4]) {
+    struct Argument {
+        std::uint32_t address;
+        std::uint32_t* values;
+    } mine{row_address, values};
+    collective(Instruction::kLdmatrix, 0, &mine, [&](Warp& warp, void** arguments) {
+        SharedMemory& shared = this_cta().shared;
+        Thread* lanes = lanes_of(warp);
+        const auto argument = [&](int lane) {
+            return static_cast<const Argument*>(arguments[lane]);
+        };
+        for (int matrix = 0; matrix < 4; ++matrix) {
+            for (int row = 0; row < 8; ++row) {
+                const int giver = matrix * 8 + row;
+                const std::uint32_t address = argument(giver)->address;
+                shared.check_range(address, 16, 16);
+                shared.thread_reads(lanes[giver], address, 16);
+                for (int column = 0; column < 8; ++column) {
+                    // Element (column, row) of the transposed matrix.
+                    std::uint32_t& word = argument(4 * column + row / 2)->values[matrix];
+                    const std::uint8_t* const half = shared.at(address) + 2 * column;
+                    std::memcpy(reinterpret_cast<std::uint8_t*>(&word) + row % 2 * 2, half, 2);
+                }
+            }
+        }
+    });
+}
+
 void stmatrix_x4(std::uint32_t row_address, const std::uint32_t (&values)[4], bool transpose) {
     struct Argument {
         std::uint32_t address;

@@ -28,6 +28,8 @@ void sync_threads();
 // PTX ISA, setmaxnreg: registers move between the warp and the CTA's pool; inc waits for them.
 void set_max_registers(int registers, bool increase);
 
+// PTX ISA, ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16.
+void ldmatrix_x4_trans(std::uint32_t row_address, std::uint32_t (&values)[4]);
 // PTX ISA, stmatrix.sync.aligned.m8n8.x4.shared.b16.
 void stmatrix_x4(std::uint32_t row_address, const std::uint32_t (&values)[4], bool transpose);
 

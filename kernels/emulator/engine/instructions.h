@@ -14,6 +14,7 @@ namespace mcp::emulator {
     X(kStoreRelease, "st.release.gpu", "Data Movement and Conversion Instructions: st")            \
     X(kAtomicAdd, "atom.add", "Parallel Synchronization and Communication Instructions: atom")     \
     X(kAtomicMax, "atom.max", "Parallel Synchronization and Communication Instructions: atom")     \
+    X(kLdmatrix, "ldmatrix", "Warp-level Matrix Load Instruction: ldmatrix")                       \
     X(kStmatrix, "stmatrix", "Warp-level Matrix Store Instruction: stmatrix")                      \
     X(kShuffle, "shfl.sync", "Data Movement and Conversion Instructions: shfl.sync")               \
     X(kVote, "vote.sync", "Parallel Synchronization and Communication Instructions: vote.sync")    \

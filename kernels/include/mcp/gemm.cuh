@@ -22,19 +22,19 @@ MCP_DEVICE void issue_a_bt(float (&d)[kSize], TileA a, int a_row, TileB b, int b
     ptx::wgmma_commit();
 }
 
-// d [64, columns of d] += P B for the columns of B that start at panel `b_panel`, with P [64, B
-// rows] in registers as packed pairs of an accumulator of issue_a_bt.
-template <class T, class TileB, int kSize, int kPacked>
+// d [64, columns of d] += P B (without kAdds: =) for the columns of B that start at panel
+// `b_panel`, with P [64, B rows] in registers as packed pairs of an accumulator of issue_a_bt.
+template <class T, bool kAdds = true, class TileB, int kSize, int kPacked>
 MCP_DEVICE void issue_p_b(float (&d)[kSize], const u32 (&p)[kPacked], TileB b, int b_panel = 0) {
     static_assert(2 * kSize <= TileB::kColumns && kPacked == TileB::kRows / 4, "shapes differ");
     const u64 b_start =
         mn_major_descriptor(TileB{uniform(b.address + b_panel * TileB::kPanelBytes)});
-    ptx::wgmma_pin(d);
+    if constexpr (kAdds) ptx::wgmma_pin(d);
     ptx::wgmma_fence();
     MCP_UNROLL
     for (int k = 0; k < TileB::kRows / 16; k++) {
         ptx::wgmma_rs<T, 2 * kSize, 1>(d, p + 4 * k, step_descriptor(b_start, k * kMnMajorStep),
-                                       true);
+                                       kAdds || k != 0);
     }
     ptx::wgmma_commit();
 }
@@ -56,20 +56,20 @@ MCP_DEVICE void issue_a_b(float (&d)[kSize], TileA a, int a_row, TileB b, int b_
     ptx::wgmma_commit();
 }
 
-// d [64, columns of d] += A' B for the columns of B that start at panel `b_panel`; A has 64
-// columns, and the reduction runs along the rows of both.
+// d [64, rows of B] += A' B' for panel `a_panel` of A, 64 columns; the reduction runs along the rows
+// of A and the columns of B.
 template <class T, class TileA, class TileB, int kSize>
-MCP_DEVICE void issue_at_b(float (&d)[kSize], TileA a, TileB b, int b_panel) {
-    static_assert(TileA::kColumns == 64 && TileA::kRows == TileB::kRows, "shapes differ");
-    const u64 a_start = mn_major_descriptor(TileA{uniform(a.address)});
-    const u64 b_start =
-        mn_major_descriptor(TileB{uniform(b.address + b_panel * TileB::kPanelBytes)});
+MCP_DEVICE void issue_at_bt(float (&d)[kSize], TileA a, int a_panel, TileB b) {
+    static_assert(2 * kSize == TileB::kRows && TileA::kRows == TileB::kColumns, "shapes differ");
+    const u64 a_start =
+        mn_major_descriptor(TileA{uniform(a.address + a_panel * TileA::kPanelBytes)});
+    const u64 b_start = k_major_descriptor(uniform(b.address));
     ptx::wgmma_pin(d);
     ptx::wgmma_fence();
     MCP_UNROLL
     for (int k = 0; k < TileA::kRows / 16; k++) {
-        ptx::wgmma_ss<T, 2 * kSize, 1, 1>(d, step_descriptor(a_start, k * kMnMajorStep),
-                                          step_descriptor(b_start, k * kMnMajorStep), true);
+        ptx::wgmma_ss<T, 2 * kSize, 1, 0>(d, step_descriptor(a_start, k * kMnMajorStep),
+                                          step_descriptor(b_start, k_major_step<TileB>(k)), true);
     }
     ptx::wgmma_commit();
 }

@@ -53,6 +53,17 @@ MCP_DEVICE void clear_rows(Tile tile, int first_row) {
     }
 }
 
+// Where stmatrix puts what a thread has of a warpgroup's accumulator X into a tile that holds X
+// transposed: in which of a row's 16-byte chunks, of 8 rows of X each, and in which row.
+struct TransposedPlace {
+    int chunk, row;
+};
+MCP_DEVICE TransposedPlace transposed_place() {
+    const int thread = thread_in_warpgroup();
+    const int lane = thread % kWarpSize;
+    return {thread / kWarpSize * 2 + lane / 8 % 2, lane / 16 * 8 + lane % 8};
+}
+
 // Writes a warpgroup's accumulator X [64, 4 * kPacked], packed by `pack`, transposed: row first_row
 // + c of the tile's panel `panel` receives column c of X. All threads of the warpgroup call; wgmma
 // needs a proxy fence and a barrier after it.
@@ -62,15 +73,25 @@ MCP_DEVICE void store_transposed(Tile tile,
                                  int first_row,
                                  const u32 (&packed)[kPacked]) {
     static_assert(4 * kPacked <= Tile::kRows && kPanelColumns == 64, "the panel holds all of X");
-    const int thread = thread_in_warpgroup();
-    const int lane = thread % kWarpSize;
-    const int chunk = thread / kWarpSize * 2 + lane / 8 % 2;  // 16-byte chunk: 8 rows of X
-    const int row = lane / 16 * 8 + lane % 8;
+    const auto [chunk, row] = transposed_place();
     const u32 address = tile.address + panel * Tile::kPanelBytes + (first_row + row) * kRowBytes +
                         ((chunk ^ (row % 8)) * 16);
     MCP_UNROLL
     for (int i = 0; i < kPacked / 4; i++) {
         ptx::stmatrix_x4_trans(address + i * 16 * kRowBytes, packed[4 * i], packed[4 * i + 1],
+                               packed[4 * i + 2], packed[4 * i + 3]);
+    }
+}
+
+// Reads X of a tile that store_transposed has written, from row 0 of its only panel.
+template <class Tile, int kPacked>
+MCP_DEVICE void load_transposed(Tile tile, u32 (&packed)[kPacked]) {
+    static_assert(4 * kPacked == Tile::kRows && Tile::kNumPanels == 1, "the tile is X");
+    const auto [chunk, row] = transposed_place();
+    const u32 address = tile.address + row * kRowBytes + ((chunk ^ (row % 8)) * 16);
+    MCP_UNROLL
+    for (int i = 0; i < kPacked / 4; i++) {
+        ptx::ldmatrix_x4_trans(address + i * 16 * kRowBytes, packed[4 * i], packed[4 * i + 1],
                                packed[4 * i + 2], packed[4 * i + 3]);
     }
 }

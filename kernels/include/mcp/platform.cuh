@@ -7,6 +7,7 @@
 
 #include <mcp/ptx/fence.cuh>
 #include <mcp/ptx/keywords.cuh>
+#include <mcp/ptx/ldmatrix.cuh>
 #include <mcp/ptx/math.cuh>
 #include <mcp/ptx/mbarrier.cuh>
 #include <mcp/ptx/memory.cuh>

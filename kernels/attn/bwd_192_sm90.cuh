@@ -1,0 +1,330 @@
+// Attention backward for Hopper, head dim 192: all three gradients from tiles of 96 keys, five
+// products where bwd_wide_sm90.cuh and bwd_dq_sm90.cuh take seven. As in the first of them both
+// consumers work on all keys of the tile, and each owns one gradient. The gradients are transposed
+// (rows are their columns, and columns are keys), as 96 keys are no multiple of a product's 64 rows:
+//
+//     values   S = Q K'     P = exp2(S - lse)       dV' += dO' P
+//     keys     dP = dO V'   dS = P (dP - delta)     dK' += Q' dS     dQ = dS K
+//     storer   dQ: fp32 reduce-add to global memory, 64 columns at a time
+//
+// P goes through shared memory to both consumers, dS to the products of keys; both lie there as
+// [keys, queries]. For dQ, dS is operand A in registers. Nobody meets: values may be a tile ahead.
+// It has not run on a GPU.
+#pragma once
+
+#include <mcp/fragment.cuh>
+#include <mcp/gemm.cuh>
+#include <mcp/mailbox.cuh>
+
+#include "bwd_elements.cuh"
+#include "bwd_load_store.cuh"
+#include "bwd_shared.cuh"
+#include "bwd_work.cuh"
+#include "mask.cuh"
+#include "params.h"
+#include "tile_iter.cuh"
+#include "traits.h"
+
+namespace mcp::attn {
+
+// Rings as in BwdShared, but
+//   probs    values: every thread          1 lane per consumer warp    the stage's P
+//   ds       keys: every thread            1 lane per warp of keys     dS
+//   dq       keys: every thread            1 thread of the storer      64 columns of the dq tile
+template <class Traits>
+struct Bwd192Shared : BwdRooms<Traits> {
+    using Rooms = BwdRooms<Traits>;
+    using Scores = Panels<Traits::kBlockN, Traits::kBlockM>;
+    using Stages = Ring<Traits::kStages>;
+    using ProbStages = Ring<Traits::kProbStages>;
+    using DqStages = Ring<Traits::kDqStages>;
+    using Rooms::base;
+    static_assert(Scores::kBytes == Traits::kScoreBytes, "traits.h and panels.cuh disagree");
+
+    Ring<1> key_ring, mail_ring, ds_ring;
+    Stages query_ring, dout_ring;
+    ProbStages prob_ring;
+    DqStages dq_ring;
+    u32 landed;
+
+    MCP_DEVICE Bwd192Shared() {
+        key_ring.barriers = base + Traits::kBarriersAt;
+        mail_ring.barriers = key_ring.barriers + Ring<1>::kBytes;
+        ds_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
+        query_ring.barriers = ds_ring.barriers + Ring<1>::kBytes;
+        dout_ring.barriers = query_ring.barriers + Stages::kBytes;
+        prob_ring.barriers = dout_ring.barriers + Stages::kBytes;
+        dq_ring.barriers = prob_ring.barriers + ProbStages::kBytes;
+        landed = dq_ring.barriers + DqStages::kBytes;
+        static_assert(3 * Ring<1>::kBytes + 2 * Stages::kBytes + ProbStages::kBytes +
+                              DqStages::kBytes + 8 ==
+                          8 * Traits::kNumBarriers,
+                      "");
+    }
+
+    MCP_DEVICE Scores probs(int stage) const {
+        return {base + Traits::kProbsAt + stage * Traits::kScoreBytes};
+    }
+    MCP_DEVICE Scores ds() const { return {base + Traits::kDsAt}; }
+    MCP_DEVICE u32 dq(int stage) const { return base + Traits::kDqAt + stage * Traits::kDqBytes; }
+
+    // One thread; a CTA barrier must follow.
+    MCP_DEVICE void init_barriers() const {
+        key_ring.init(Traits::kConsumers);
+        query_ring.init(Rooms::kConsumerWarps);
+        dout_ring.init(Rooms::kConsumerWarps);
+        prob_ring.init(Rooms::kConsumerWarps, kWarpgroupSize);
+        ds_ring.init(kWarpsPerWarpgroup, kWarpgroupSize);
+        dq_ring.init(1, kWarpgroupSize);
+        mail_ring.init(Rooms::kConsumerWarps + 1);
+        ptx::mbarrier_init(landed, 1);
+        ptx::fence_mbarrier_init();
+        ptx::fence_proxy_async();
+    }
+};
+
+// What both consumers have: where they stand.
+template <class Traits>
+struct Bwd192Consumer {
+    using T = typename Traits::T;
+    using Shared = Bwd192Shared<Traits>;
+    using Queries = QueryTiles<Traits::kBlockM>;
+    using Position = RingPosition<Traits::kStages>;
+    static constexpr int kScores = Traits::kBlockN / 2;
+    static constexpr int kQueriesOfTile = Traits::kBlockM;
+    using Matrix = float[kScores];  // [64, keys]: scores, or 64 columns of a gradient
+    using Packed = u32[kScores / 2];
+
+    const BwdParams& params;
+    const Shared& shared;
+    Position at;  // of the tile, in the rings of q and dout
+    RingPosition<Traits::kProbStages> probs_at;
+    RingPosition<1> keys_at, mail_at;
+
+    MCP_DEVICE Bwd192Consumer(const BwdParams& params, const Shared& shared)
+        : params(params), shared(shared) {}
+
+    // Each warp for itself: it has read what threads read, and its products have ended.
+    template <int kStages>
+    MCP_DEVICE void release(Ring<kStages> ring, RingPosition<kStages> stage) const {
+        ptx::sync_warp();
+        if (lane_index() == 0) ring.release(stage);
+    }
+
+    // After all threads of the warpgroup have written what its products read.
+    template <int kStages>
+    MCP_DEVICE void hand_over(Ring<kStages> ring, RingPosition<kStages> stage) const {
+        ptx::fence_proxy_async();
+        ptx::mbarrier_arrive(ring.full(stage));
+    }
+
+    // Row statistics, lse or delta, of the thread's two rows.
+    MCP_DEVICE static void load_row_pair(float (&stats)[2], u32 address) {
+        const u32 first = address + 4 * fragment_place().row;
+        stats[0] = ptx::load_shared_f32(first);
+        stats[1] = ptx::load_shared_f32(first + 32);
+    }
+
+    // Columns are keys.
+    MCP_DEVICE FragmentPlace place_of(const WorkItem& work) const {
+        FragmentPlace place = fragment_place();
+        place.column += work.row0;
+        return place;
+    }
+};
+
+// Makes the probabilities, and owns dv.
+template <class Traits>
+struct ValueGradients : Bwd192Consumer<Traits> {
+    using Base = Bwd192Consumer<Traits>;
+    using Base::params, Base::shared, Base::at, Base::probs_at, Base::kScores;
+    using typename Base::Matrix, typename Base::Packed, typename Base::Queries, typename Base::T;
+    static constexpr int kChunks = Traits::kValueDim / 64;
+
+    Matrix dv[kChunks];
+
+    using Base::Base;
+
+    MCP_DEVICE void begin() {
+        MCP_UNROLL
+        for (int c = 0; c < kChunks; c++) fill(dv[c], 0.0f);
+    }
+    MCP_DEVICE void visit_tiles(const WorkItem& work, FragmentPlace place) {
+        shared.key_ring.wait_full(this->keys_at);
+        visit_queries(*this, work, place);
+        release_keys(*this);
+    }
+    MCP_DEVICE void enter_head(i32) {}
+
+    template <bool kMasked>
+    MCP_DEVICE void visit(const Queries& queries, FragmentPlace place, i32) {
+        Matrix scores;
+        float lse[2];
+        shared.query_ring.wait_full(at);
+        issue_a_bt<T>(scores, shared.queries(at.stage), 0, shared.keys());
+        this->load_row_pair(lse, shared.lse(at.stage));
+        VisiblePairs visible;
+        if constexpr (kMasked) visible = visible_keys(queries.bounds(), place);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(scores);
+        this->release(shared.query_ring, at);
+        MCP_UNROLL
+        for (int i = 0; i < kScores; i++) {
+            scores[i] =
+                ptx::exp2_approx(ptx::fma(scores[i], params.score_scale, -lse[i / 2 % 2]));
+        }
+        if constexpr (kMasked) apply_mask(scores, visible, 0.0f);
+        Packed probs_16;
+        pack<T>(probs_16, scores);
+        const auto probs = shared.probs(probs_at.stage);
+        shared.prob_ring.wait_empty(probs_at);
+        store_transposed(probs, 0, 0, probs_16);
+        this->hand_over(shared.prob_ring, probs_at);
+        shared.dout_ring.wait_full(at);
+        shared.prob_ring.wait_full(probs_at);
+        MCP_UNROLL
+        for (int c = 0; c < kChunks; c++) issue_at_bt<T>(dv[c], shared.dout(at.stage), c, probs);
+        ptx::wgmma_wait<0>();
+        MCP_UNROLL
+        for (int c = 0; c < kChunks; c++) ptx::wgmma_pin(dv[c]);
+        this->release(shared.dout_ring, at);
+        this->release(shared.prob_ring, probs_at);
+        at.advance();
+        probs_at.advance();
+    }
+
+    MCP_DEVICE static VisiblePairs visible_keys(const MaskBounds& tile, FragmentPlace place) {
+        return {{rows_that_see<kScores / 2>(tile, place.row, place.column),
+                 rows_that_see<kScores / 2>(tile, place.row + 8, place.column)}};
+    }
+
+    template <int kHalf>
+    MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
+        const i64 to = place.column * params.dv_row_stride +
+                       kv_head_of(params, work) * params.dv_head_stride + place.row + 8 * kHalf;
+        const i32 num_keys = work.row0 + work.rows - place.column;
+        store_transposed_gradient<kHalf, T>(params, params.dv, to, params.dv_row_stride, dv, 1.0f,
+                                            num_keys);
+    }
+};
+
+// Makes the gradients of the scores, owns dk, and makes dq.
+template <class Traits>
+struct KeyGradients : Bwd192Consumer<Traits> {
+    using Base = Bwd192Consumer<Traits>;
+    using Base::params, Base::shared, Base::at, Base::probs_at, Base::kScores;
+    using typename Base::Matrix, typename Base::Packed, typename Base::T;
+    static constexpr int kChunks = Traits::kHeadDim / 64;
+
+    RingPosition<1> ds_at;
+    RingPosition<Traits::kDqStages> dq_at;
+    Matrix dk[kChunks];
+
+    using Base::Base;
+
+    MCP_DEVICE void begin() {
+        MCP_UNROLL
+        for (int c = 0; c < kChunks; c++) fill(dk[c], 0.0f);
+    }
+    MCP_DEVICE void visit_tiles(const WorkItem& work, FragmentPlace) {
+        shared.key_ring.wait_full(this->keys_at);
+        MCP_NO_UNROLL
+        for (i32 left = num_visits<Traits::kBlockM>(params, work); left > 0; left--) visit();
+        release_keys(*this);
+    }
+
+    MCP_DEVICE void visit() {
+        Matrix dp;
+        Packed probs_16, ds_16;
+        float delta[2];
+        shared.dout_ring.wait_full(at);
+        issue_a_bt<T>(dp, shared.dout(at.stage), 0, shared.values());
+        this->load_row_pair(delta, shared.delta(at.stage));
+        shared.prob_ring.wait_full(probs_at);
+        load_transposed(shared.probs(probs_at.stage), probs_16);
+        this->release(shared.prob_ring, probs_at);
+        shared.ds_ring.wait_empty(ds_at);
+        shared.query_ring.wait_full(at);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dp);
+        this->release(shared.dout_ring, at);
+        to_score_gradients(ds_16, probs_16, dp, delta);
+        const auto ds = shared.ds();
+        store_transposed(ds, 0, 0, ds_16);
+        this->hand_over(shared.ds_ring, ds_at);
+        MCP_UNROLL
+        for (int c = 0; c < kChunks; c++) {
+            // These columns of dq leave under the product of dk.
+            float dq[32];
+            issue_p_b<T, false>(dq, ds_16, shared.keys(), c);
+            if (c == 0) shared.ds_ring.wait_full(ds_at);
+            issue_at_bt<T>(dk[c], shared.queries(at.stage), c, ds);
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_pin(dq);
+            hand_over_dq(dq);
+        }
+        ptx::wgmma_wait<0>();
+        MCP_UNROLL
+        for (int c = 0; c < kChunks; c++) ptx::wgmma_pin(dk[c]);
+        this->release(shared.query_ring, at);
+        this->release(shared.ds_ring, ds_at);
+        at.advance();
+        probs_at.advance();
+        ds_at.advance();
+    }
+
+    MCP_DEVICE static void to_score_gradients(Packed& ds_16,
+                                              const Packed& probs_16,
+                                              const Matrix& dp,
+                                              const float (&delta)[2]) {
+        MCP_UNROLL
+        for (int i = 0; i < kScores / 2; i++) {
+            const f32x2 probs = ptx::unpack2<T>(probs_16[i]);
+            ds_16[i] = ptx::pack2<T>((dp[2 * i] - delta[i % 2]) * probs.x,
+                                     (dp[2 * i + 1] - delta[i % 2]) * probs.y);
+        }
+    }
+
+    MCP_DEVICE void hand_over_dq(const float (&dq)[32]) {
+        const FragmentPlace place = fragment_place();
+        shared.dq_ring.wait_empty(dq_at);
+        store_f32_panels(shared.dq(dq_at.stage), Traits::kBlockM, place.row, place.column, dq);
+        this->hand_over(shared.dq_ring, dq_at);
+        dq_at.advance();
+    }
+
+    template <int kHalf>
+    MCP_DEVICE void store(const WorkItem& work, FragmentPlace place) const {
+        const i64 to = place.column * params.dk_row_stride +
+                       kv_head_of(params, work) * params.dk_head_stride + place.row + 8 * kHalf;
+        const i32 num_keys = work.row0 + work.rows - place.column;
+        store_transposed_gradient<kHalf, T>(params, params.dk, to, params.dk_row_stride, dk,
+                                            params.softmax_scale, num_keys);
+    }
+};
+
+template <class Traits>
+MCP_DEVICE void backward_192(const BwdParams& params) {
+    using Shared = Bwd192Shared<Traits>;
+    const Shared shared;
+    const int warpgroup = uniform(static_cast<i32>(ptx::thread_index()) / kWarpgroupSize);
+    const int warp = uniform(static_cast<i32>(ptx::thread_index()) / kWarpSize);
+    if (ptx::thread_index() == 0) shared.init_barriers();
+    ptx::sync_threads();
+    if (warpgroup == 0) {
+        ptx::set_max_registers_down<Traits::kProducerRegisters>();
+        if (warp == 0) BwdLoader<Traits, Shared>(params, shared).run();
+        if (warp == 1) BwdStorer<Traits, Shared>(params, shared).run();
+    } else {
+        ptx::set_max_registers_up<Traits::kConsumerRegisters>();
+        if (warpgroup == 1) {
+            ValueGradients<Traits> consumer(params, shared);
+            consume(consumer);
+        } else {
+            KeyGradients<Traits> consumer(params, shared);
+            consume(consumer);
+        }
+    }
+}
+
+}  // namespace mcp::attn
