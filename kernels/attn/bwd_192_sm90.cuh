@@ -7,9 +7,10 @@
 //     keys     dP = dO V'   dS = P (dP - delta)     dK' += Q' dS     dQ = dS K
 //     storer   dQ: fp32 reduce-add to global memory, 64 columns at a time
 //
-// P goes through shared memory to both consumers, dS to the products of keys; both lie there as
-// [keys, queries]. For dQ, dS is operand A in registers. Nobody meets: values may be a tile ahead.
-// It has not run on a GPU.
+// P is written twice: in the inputs' type for dV', and in fp16, from which keys make dS in its place,
+// so that dS is rounded once as good as where P stays in registers. Both lie as [keys, queries]. For
+// dQ, dS is operand A in registers. Nobody meets: values may be a tile ahead.
+// Before P was written twice, this ran on an H200 (benchmarks/results/h200_second_2026-11-27.md).
 #pragma once
 
 #include <mcp/fragment.cuh>
@@ -28,44 +29,46 @@
 namespace mcp::attn {
 
 // Rings as in BwdShared, but
-//   probs    values: every thread          1 lane per consumer warp    the stage's P
-//   ds       keys: every thread            1 lane per warp of keys     dS
+//   probs    values: every thread          1 lane per warp of values   P in the inputs' type
+//   weights  values: every thread          1 lane per warp of keys     P in fp16, in whose place keys
+//                                                                      write dS
 //   dq       keys: every thread            1 thread of the storer      64 columns of the dq tile
+// Named barrier 1, 128 threads: all of keys have written dS.
 template <class Traits>
 struct Bwd192Shared : BwdRooms<Traits> {
     using Rooms = BwdRooms<Traits>;
     using Scores = Panels<Traits::kBlockN, Traits::kBlockM>;
     using Stages = Ring<Traits::kStages>;
-    using ProbStages = Ring<Traits::kProbStages>;
+    using WeightStages = Ring<Traits::kWeightStages>;
     using DqStages = Ring<Traits::kDqStages>;
     using Rooms::base;
     static_assert(Scores::kBytes == Traits::kScoreBytes, "traits.h and panels.cuh disagree");
 
-    Ring<1> key_ring, mail_ring, ds_ring;
+    Ring<1> key_ring, mail_ring, prob_ring;
     Stages query_ring, dout_ring;
-    ProbStages prob_ring;
+    WeightStages weight_ring;
     DqStages dq_ring;
     u32 landed;
 
     MCP_DEVICE Bwd192Shared() {
         key_ring.barriers = base + Traits::kBarriersAt;
         mail_ring.barriers = key_ring.barriers + Ring<1>::kBytes;
-        ds_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
-        query_ring.barriers = ds_ring.barriers + Ring<1>::kBytes;
+        prob_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
+        query_ring.barriers = prob_ring.barriers + Ring<1>::kBytes;
         dout_ring.barriers = query_ring.barriers + Stages::kBytes;
-        prob_ring.barriers = dout_ring.barriers + Stages::kBytes;
-        dq_ring.barriers = prob_ring.barriers + ProbStages::kBytes;
+        weight_ring.barriers = dout_ring.barriers + Stages::kBytes;
+        dq_ring.barriers = weight_ring.barriers + WeightStages::kBytes;
         landed = dq_ring.barriers + DqStages::kBytes;
-        static_assert(3 * Ring<1>::kBytes + 2 * Stages::kBytes + ProbStages::kBytes +
+        static_assert(3 * Ring<1>::kBytes + 2 * Stages::kBytes + WeightStages::kBytes +
                               DqStages::kBytes + 8 ==
                           8 * Traits::kNumBarriers,
                       "");
     }
 
-    MCP_DEVICE Scores probs(int stage) const {
-        return {base + Traits::kProbsAt + stage * Traits::kScoreBytes};
+    MCP_DEVICE Scores probs() const { return {base + Traits::kProbsAt}; }
+    MCP_DEVICE Scores weights(int stage) const {
+        return {base + Traits::kWeightsAt + stage * Traits::kScoreBytes};
     }
-    MCP_DEVICE Scores ds() const { return {base + Traits::kDsAt}; }
     MCP_DEVICE u32 dq(int stage) const { return base + Traits::kDqAt + stage * Traits::kDqBytes; }
 
     // One thread; a CTA barrier must follow.
@@ -73,8 +76,8 @@ struct Bwd192Shared : BwdRooms<Traits> {
         key_ring.init(Traits::kConsumers);
         query_ring.init(Rooms::kConsumerWarps);
         dout_ring.init(Rooms::kConsumerWarps);
-        prob_ring.init(Rooms::kConsumerWarps, kWarpgroupSize);
-        ds_ring.init(kWarpsPerWarpgroup, kWarpgroupSize);
+        prob_ring.init(kWarpsPerWarpgroup, kWarpgroupSize);
+        weight_ring.init(kWarpsPerWarpgroup, kWarpgroupSize);
         dq_ring.init(1, kWarpgroupSize);
         mail_ring.init(Rooms::kConsumerWarps + 1);
         ptx::mbarrier_init(landed, 1);
@@ -82,6 +85,10 @@ struct Bwd192Shared : BwdRooms<Traits> {
         ptx::fence_proxy_async();
     }
 };
+
+// Probabilities are held times 2^14: then fp16 has eleven bits of all above 4e-9, and all are below
+// 4, whatever rounding does.
+constexpr float kProbExponent = 14.0f, kProbScale = 16384.0f;
 
 // What both consumers have: where they stand.
 template <class Traits>
@@ -91,14 +98,14 @@ struct Bwd192Consumer {
     using Queries = QueryTiles<Traits::kBlockM>;
     using Position = RingPosition<Traits::kStages>;
     static constexpr int kScores = Traits::kBlockN / 2;
+    static constexpr int kParts = Traits::kBlockN / 16;  // of 16 keys, 8 scores of a thread
     static constexpr int kQueriesOfTile = Traits::kBlockM;
     using Matrix = float[kScores];  // [64, keys]: scores, or 64 columns of a gradient
-    using Packed = u32[kScores / 2];
 
     const BwdParams& params;
     const Shared& shared;
     Position at;  // of the tile, in the rings of q and dout
-    RingPosition<Traits::kProbStages> probs_at;
+    RingPosition<Traits::kWeightStages> weights_at;
     RingPosition<1> keys_at, mail_at;
 
     MCP_DEVICE Bwd192Consumer(const BwdParams& params, const Shared& shared)
@@ -137,11 +144,12 @@ struct Bwd192Consumer {
 template <class Traits>
 struct ValueGradients : Bwd192Consumer<Traits> {
     using Base = Bwd192Consumer<Traits>;
-    using Base::params, Base::shared, Base::at, Base::probs_at, Base::kScores;
-    using typename Base::Matrix, typename Base::Packed, typename Base::Queries, typename Base::T;
+    using Base::params, Base::shared, Base::at, Base::weights_at, Base::kScores, Base::kParts;
+    using typename Base::Matrix, typename Base::Queries, typename Base::T;
     static constexpr int kChunks = Traits::kValueDim / 64;
 
     Matrix dv[kChunks];
+    RingPosition<1> probs_at;
 
     using Base::Base;
 
@@ -168,22 +176,31 @@ struct ValueGradients : Bwd192Consumer<Traits> {
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(scores);
         this->release(shared.query_ring, at);
+        const u32 weights = transposed_address(shared.weights(weights_at.stage));
+        shared.weight_ring.wait_empty(weights_at);
         MCP_UNROLL
-        for (int i = 0; i < kScores; i++) {
-            scores[i] =
-                ptx::exp2_approx(ptx::fma(scores[i], params.score_scale, -lse[i / 2 % 2]));
+        for (int part = 0; part < kParts; part++) {
+            make_probabilities<kMasked>(scores, part, lse, visible);
+            u32 packed[4];
+            MCP_UNROLL
+            for (int i = 0; i < 4; i++) {
+                const int first = 8 * part + 2 * i;
+                packed[i] = ptx::pack2<fp16>(scores[first], scores[first + 1]);
+            }
+            store_transposed_part(weights + part * kTransposedStep, packed);
         }
-        if constexpr (kMasked) apply_mask(scores, visible, 0.0f);
-        Packed probs_16;
+        ptx::mbarrier_arrive(shared.weight_ring.full(weights_at));
+        u32 probs_16[kScores / 2];
         pack<T>(probs_16, scores);
-        const auto probs = shared.probs(probs_at.stage);
         shared.prob_ring.wait_empty(probs_at);
-        store_transposed(probs, 0, 0, probs_16);
+        store_transposed(shared.probs(), 0, 0, probs_16);
         this->hand_over(shared.prob_ring, probs_at);
         shared.dout_ring.wait_full(at);
         shared.prob_ring.wait_full(probs_at);
         MCP_UNROLL
-        for (int c = 0; c < kChunks; c++) issue_at_bt<T>(dv[c], shared.dout(at.stage), c, probs);
+        for (int c = 0; c < kChunks; c++) {
+            issue_at_bt<T>(dv[c], shared.dout(at.stage), c, shared.probs());
+        }
         ptx::wgmma_wait<0>();
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) ptx::wgmma_pin(dv[c]);
@@ -191,6 +208,27 @@ struct ValueGradients : Bwd192Consumer<Traits> {
         this->release(shared.prob_ring, probs_at);
         at.advance();
         probs_at.advance();
+        weights_at.advance();
+    }
+
+    // Scores of 16 keys become probabilities, times kProbScale.
+    template <bool kMasked>
+    MCP_DEVICE void make_probabilities(Matrix& scores,
+                                       int part,
+                                       const float (&lse)[2],
+                                       const VisiblePairs& visible) const {
+        float probs[8];
+        MCP_UNROLL
+        for (int i = 0; i < 8; i++) {
+            const float shifted_lse = lse[i / 2 % 2] - kProbExponent;
+            probs[i] = ptx::exp2_approx(
+                ptx::fma(scores[8 * part + i], params.score_scale, -shifted_lse));
+        }
+        if constexpr (kMasked) {
+            apply_mask(probs, {{visible.row[0] >> 4 * part, visible.row[1] >> 4 * part}}, 0.0f);
+        }
+        MCP_UNROLL
+        for (int i = 0; i < 8; i++) scores[8 * part + i] = probs[i];
     }
 
     MCP_DEVICE static VisiblePairs visible_keys(const MaskBounds& tile, FragmentPlace place) {
@@ -203,8 +241,8 @@ struct ValueGradients : Bwd192Consumer<Traits> {
         const i64 to = place.column * params.dv_row_stride +
                        kv_head_of(params, work) * params.dv_head_stride + place.row + 8 * kHalf;
         const i32 num_keys = work.row0 + work.rows - place.column;
-        store_transposed_gradient<kHalf, T>(params, params.dv, to, params.dv_row_stride, dv, 1.0f,
-                                            num_keys);
+        store_transposed_gradient<kHalf, T>(params, params.dv, to, params.dv_row_stride, dv,
+                                            1.0f / kProbScale, num_keys);
     }
 };
 
@@ -212,11 +250,10 @@ struct ValueGradients : Bwd192Consumer<Traits> {
 template <class Traits>
 struct KeyGradients : Bwd192Consumer<Traits> {
     using Base = Bwd192Consumer<Traits>;
-    using Base::params, Base::shared, Base::at, Base::probs_at, Base::kScores;
-    using typename Base::Matrix, typename Base::Packed, typename Base::T;
+    using Base::params, Base::shared, Base::at, Base::weights_at, Base::kScores, Base::kParts;
+    using typename Base::Matrix, typename Base::T;
     static constexpr int kChunks = Traits::kHeadDim / 64;
 
-    RingPosition<1> ds_at;
     RingPosition<Traits::kDqStages> dq_at;
     Matrix dk[kChunks];
 
@@ -235,30 +272,32 @@ struct KeyGradients : Bwd192Consumer<Traits> {
 
     MCP_DEVICE void visit() {
         Matrix dp;
-        Packed probs_16, ds_16;
         float delta[2];
+        u32 weights_16[kScores / 2], ds_16[kScores / 2];
         shared.dout_ring.wait_full(at);
         issue_a_bt<T>(dp, shared.dout(at.stage), 0, shared.values());
         this->load_row_pair(delta, shared.delta(at.stage));
-        shared.prob_ring.wait_full(probs_at);
-        load_transposed(shared.probs(probs_at.stage), probs_16);
-        this->release(shared.prob_ring, probs_at);
-        shared.ds_ring.wait_empty(ds_at);
-        shared.query_ring.wait_full(at);
+        const auto weights = shared.weights(weights_at.stage);
+        const u32 address = transposed_address(weights);
+        shared.weight_ring.wait_full(weights_at);
+        MCP_UNROLL
+        for (int part = 0; part < kParts; part++) {
+            load_transposed_part(address + part * kTransposedStep, weights_16 + 4 * part);
+        }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dp);
         this->release(shared.dout_ring, at);
-        to_score_gradients(ds_16, probs_16, dp, delta);
-        const auto ds = shared.ds();
-        store_transposed(ds, 0, 0, ds_16);
-        this->hand_over(shared.ds_ring, ds_at);
+        to_score_gradients(ds_16, weights_16, dp, delta);
+        store_transposed(weights, 0, 0, ds_16);
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync<kWarpgroupSize>(1);
+        shared.query_ring.wait_full(at);
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) {
             // These columns of dq leave under the product of dk.
             float dq[32];
             issue_p_b<T, false>(dq, ds_16, shared.keys(), c);
-            if (c == 0) shared.ds_ring.wait_full(ds_at);
-            issue_at_bt<T>(dk[c], shared.queries(at.stage), c, ds);
+            issue_at_bt<T>(dk[c], shared.queries(at.stage), c, weights);
             ptx::wgmma_wait<1>();
             ptx::wgmma_pin(dq);
             hand_over_dq(dq);
@@ -267,21 +306,22 @@ struct KeyGradients : Bwd192Consumer<Traits> {
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) ptx::wgmma_pin(dk[c]);
         this->release(shared.query_ring, at);
-        this->release(shared.ds_ring, ds_at);
+        this->release(shared.weight_ring, weights_at);
         at.advance();
-        probs_at.advance();
-        ds_at.advance();
+        weights_at.advance();
     }
 
-    MCP_DEVICE static void to_score_gradients(Packed& ds_16,
-                                              const Packed& probs_16,
+    MCP_DEVICE static void to_score_gradients(u32 (&ds_16)[kScores / 2],
+                                              const u32 (&weights_16)[kScores / 2],
                                               const Matrix& dp,
                                               const float (&delta)[2]) {
+        constexpr float kUnit = 1.0f / kProbScale;
         MCP_UNROLL
         for (int i = 0; i < kScores / 2; i++) {
-            const f32x2 probs = ptx::unpack2<T>(probs_16[i]);
-            ds_16[i] = ptx::pack2<T>((dp[2 * i] - delta[i % 2]) * probs.x,
-                                     (dp[2 * i + 1] - delta[i % 2]) * probs.y);
+            const f32x2 weight = ptx::unpack2<fp16>(weights_16[i]);
+            const float shift = -delta[i % 2] * kUnit;
+            ds_16[i] = ptx::pack2<T>(ptx::fma(dp[2 * i], kUnit, shift) * weight.x,
+                                     ptx::fma(dp[2 * i + 1], kUnit, shift) * weight.y);
         }
     }
 

@@ -177,7 +177,7 @@ struct Bwd192Traits {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 96;
     static constexpr int kStages = kStages_;
-    static constexpr int kProbStages = kValueDim <= 128 ? 2 : 1;
+    static constexpr int kWeightStages = kValueDim <= 128 ? 2 : 1;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
@@ -187,27 +187,27 @@ struct Bwd192Traits {
     static constexpr int kValueBytes = kBlockN * kValueDim * 2;
     static constexpr int kQueryBytes = kBlockM * kHeadDim * 2;
     static constexpr int kDoutBytes = kBlockM * kValueDim * 2;
-    static constexpr int kScoreBytes = kBlockM * kBlockN * 2;  // of probabilities, or of ds
+    static constexpr int kScoreBytes = kBlockM * kBlockN * 2;  // of probabilities, weights or ds
     static constexpr int kDqColumns = 64;
     static constexpr int kDqStages = 2;
     static constexpr int kDqBytes = kBlockM * kDqColumns * 4;
     static constexpr int kRowStatBytes = kBlockM * 4;
 
-    // Shared memory: [align to 1024] k | v | q stages | dout stages | probability stages | ds | dq
-    // rooms | lse | delta | mailbox | barriers.
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | probabilities | weight stages |
+    // dq rooms | lse | delta | mailbox | barriers.
     static constexpr int kKeysAt = 0;
     static constexpr int kValuesAt = kKeysAt + kKeyBytes;
     static constexpr int kQueriesAt = kValuesAt + kValueBytes;
     static constexpr int kDoutAt = kQueriesAt + kStages * kQueryBytes;
     static constexpr int kProbsAt = kDoutAt + kStages * kDoutBytes;
-    static constexpr int kDsAt = kProbsAt + kProbStages * kScoreBytes;
-    static constexpr int kDqAt = kDsAt + kScoreBytes;
+    static constexpr int kWeightsAt = kProbsAt + kScoreBytes;
+    static constexpr int kDqAt = kWeightsAt + kWeightStages * kScoreBytes;
     static constexpr int kLseAt = kDqAt + kDqStages * kDqBytes;
     static constexpr int kDeltaAt = kLseAt + kStages * kRowStatBytes;
     static constexpr int kMailboxAt = kDeltaAt + kStages * kRowStatBytes;
     static constexpr int kBarriersAt = kMailboxAt + 32;
     static constexpr int kNumBarriers =
-        2 * (1 + 1 + 2 * kStages + kProbStages + 1 + kDqStages) + 1;
+        2 * (1 + 1 + 1 + 2 * kStages + kWeightStages + kDqStages) + 1;
     static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };

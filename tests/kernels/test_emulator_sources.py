@@ -206,20 +206,32 @@ BACKWARD_MUTATIONS = {
     ),
     "probabilities of 192 read before they are written": (
         "attn/bwd_192_sm90.cuh",
-        "shared.prob_ring.wait_full(probs_at);\n        load_transposed",
-        "load_transposed",
+        "shared.weight_ring.wait_full(weights_at);",
+        "",
         "was written by thread|nobody has written",
+    ),
+    "probabilities of 192 written over what dk still reads": (
+        "attn/bwd_192_sm90.cuh",
+        "shared.weight_ring.wait_empty(weights_at);",
+        "",
+        "may still read|was read by thread",
+    ),
+    "gradients of scores of 192 read before all have written them": (
+        "attn/bwd_192_sm90.cuh",
+        "ptx::named_barrier_sync<kWarpgroupSize>(1);",
+        "",
+        "generic proxy|was written by thread|nobody has written",
     ),
     "dout of 192 released before dv is done": (
         "attn/bwd_192_sm90.cuh",
-        "issue_at_bt<T>(dv[c], shared.dout(at.stage), c, probs);\n        ptx::wgmma_wait<0>();",
-        "issue_at_bt<T>(dv[c], shared.dout(at.stage), c, probs);",
+        "c, shared.probs());\n        }\n        ptx::wgmma_wait<0>();",
+        "c, shared.probs());\n        }",
         "which a wgmma of warpgroup . may still read",
     ),
     "gradients of scores of 192 without proxy fence": (
         "attn/bwd_192_sm90.cuh",
-        "ptx::fence_proxy_async();\n        ptx::mbarrier_arrive(ring.full(stage));",
-        "ptx::mbarrier_arrive(ring.full(stage));",
+        "ptx::fence_proxy_async();\n        ptx::named_barrier_sync<kWarpgroupSize>(1);",
+        "ptx::named_barrier_sync<kWarpgroupSize>(1);",
         "through the generic proxy",
     ),
     "dq of 192 written before it is given back": (
@@ -271,7 +283,7 @@ def test_a_careless_change_of_the_forward_kernel_is_found(mutation, tmp_path, mo
 def test_a_careless_change_of_the_backward_kernel_is_found(mutation, tmp_path, monkeypatch):
     _break(mutation, tmp_path, monkeypatch)
     alone = "bwd_wide" in mutation[0] or "bwd_dq" in mutation[0]
-    dims = (192, 128) if alone or "bwd_192" in mutation[0] else (128, 128)
+    dims = (192, 192) if "bwd_192" in mutation[0] else (192, 128) if alone else (128, 128)
     inputs, _ = random_case(300, 200, (2, 1), dims, torch.bfloat16)
     leaves = [x.requires_grad_() for x in inputs]
     out, _ = attend(*leaves, masks.full(300, 200), backend="emulated", deterministic=alone)
