@@ -214,7 +214,7 @@ BACKWARD_MUTATIONS = {
         "attn/bwd_192_sm90.cuh",
         "shared.weight_ring.wait_empty(weights_at);",
         "",
-        "may still read|was read by thread",
+        "nothing orders that write before this access",
     ),
     "gradients of scores of 192 read before all have written them": (
         "attn/bwd_192_sm90.cuh",
