@@ -2,9 +2,14 @@
 // values, one cubin each.
 #include "bwd_192_sm90.cuh"
 
-using Traits = mcp::attn::Bwd192Traits<mcp::MCP_TYPE, MCP_HEAD_DIM, MCP_VALUE_DIM, MCP_STAGES>;
+using Traits = mcp::attn::Bwd192Traits<mcp::MCP_TYPE,
+                                       MCP_HEAD_DIM,
+                                       MCP_VALUE_DIM,
+                                       MCP_BLOCK_N,
+                                       MCP_STAGES,
+                                       MCP_DOUT_STAGES>;
 static_assert(!MCP_SOFTCAP && MCP_ADDS_DQ && Traits::kBlockM == MCP_BLOCK_M &&
-                  Traits::kBlockN == MCP_BLOCK_N && Traits::kThreads == MCP_THREADS &&
+                  Traits::kThreads == MCP_THREADS &&
                   Traits::kSharedBytes == MCP_SHARED_BYTES,
               "variants.json and traits.h disagree");
 

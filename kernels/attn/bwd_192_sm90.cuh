@@ -38,14 +38,16 @@ template <class Traits>
 struct Bwd192Shared : BwdRooms<Traits> {
     using Rooms = BwdRooms<Traits>;
     using Scores = Panels<Traits::kBlockN, Traits::kBlockM>;
-    using Stages = Ring<Traits::kStages>;
+    using QueryStages = Ring<Traits::kStages>;
+    using DoutStages = Ring<Traits::kDoutStages>;
     using WeightStages = Ring<Traits::kWeightStages>;
     using DqStages = Ring<Traits::kDqStages>;
     using Rooms::base;
     static_assert(Scores::kBytes == Traits::kScoreBytes, "traits.h and panels.cuh disagree");
 
     Ring<1> key_ring, mail_ring, prob_ring;
-    Stages query_ring, dout_ring;
+    QueryStages query_ring;
+    DoutStages dout_ring;
     WeightStages weight_ring;
     DqStages dq_ring;
     u32 landed;
@@ -55,12 +57,12 @@ struct Bwd192Shared : BwdRooms<Traits> {
         mail_ring.barriers = key_ring.barriers + Ring<1>::kBytes;
         prob_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
         query_ring.barriers = prob_ring.barriers + Ring<1>::kBytes;
-        dout_ring.barriers = query_ring.barriers + Stages::kBytes;
-        weight_ring.barriers = dout_ring.barriers + Stages::kBytes;
+        dout_ring.barriers = query_ring.barriers + QueryStages::kBytes;
+        weight_ring.barriers = dout_ring.barriers + DoutStages::kBytes;
         dq_ring.barriers = weight_ring.barriers + WeightStages::kBytes;
         landed = dq_ring.barriers + DqStages::kBytes;
-        static_assert(3 * Ring<1>::kBytes + 2 * Stages::kBytes + WeightStages::kBytes +
-                              DqStages::kBytes + 8 ==
+        static_assert(3 * Ring<1>::kBytes + QueryStages::kBytes + DoutStages::kBytes +
+                              WeightStages::kBytes + DqStages::kBytes + 8 ==
                           8 * Traits::kNumBarriers,
                       "");
     }
@@ -96,7 +98,6 @@ struct Bwd192Consumer {
     using T = typename Traits::T;
     using Shared = Bwd192Shared<Traits>;
     using Queries = QueryTiles<Traits::kBlockM>;
-    using Position = RingPosition<Traits::kStages>;
     static constexpr int kScores = Traits::kBlockN / 2;
     static constexpr int kParts = Traits::kBlockN / 16;  // of 16 keys, 8 scores of a thread
     static constexpr int kQueriesOfTile = Traits::kBlockM;
@@ -104,7 +105,8 @@ struct Bwd192Consumer {
 
     const BwdParams& params;
     const Shared& shared;
-    Position at;  // of the tile, in the rings of q and dout
+    RingPosition<Traits::kStages> queries_at;
+    RingPosition<Traits::kDoutStages> dout_at;
     RingPosition<Traits::kWeightStages> weights_at;
     RingPosition<1> keys_at, mail_at;
 
@@ -144,7 +146,8 @@ struct Bwd192Consumer {
 template <class Traits>
 struct ValueGradients : Bwd192Consumer<Traits> {
     using Base = Bwd192Consumer<Traits>;
-    using Base::params, Base::shared, Base::at, Base::weights_at, Base::kScores, Base::kParts;
+    using Base::params, Base::shared, Base::queries_at, Base::dout_at, Base::weights_at;
+    using Base::kParts, Base::kScores;
     using typename Base::Matrix, typename Base::Queries, typename Base::T;
     static constexpr int kChunks = Traits::kValueDim / 64;
 
@@ -168,14 +171,14 @@ struct ValueGradients : Bwd192Consumer<Traits> {
     MCP_DEVICE void visit(const Queries& queries, FragmentPlace place, i32) {
         Matrix scores;
         float lse[2];
-        shared.query_ring.wait_full(at);
-        issue_a_bt<T>(scores, shared.queries(at.stage), 0, shared.keys());
-        this->load_row_pair(lse, shared.lse(at.stage));
+        shared.query_ring.wait_full(queries_at);
+        issue_a_bt<T>(scores, shared.queries(queries_at.stage), 0, shared.keys());
+        this->load_row_pair(lse, shared.lse(queries_at.stage));
         VisiblePairs visible;
         if constexpr (kMasked) visible = visible_keys(queries.bounds(), place);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(scores);
-        this->release(shared.query_ring, at);
+        this->release(shared.query_ring, queries_at);
         const u32 weights = transposed_address(shared.weights(weights_at.stage));
         shared.weight_ring.wait_empty(weights_at);
         MCP_UNROLL
@@ -195,18 +198,19 @@ struct ValueGradients : Bwd192Consumer<Traits> {
         shared.prob_ring.wait_empty(probs_at);
         store_transposed(shared.probs(), 0, 0, probs_16);
         this->hand_over(shared.prob_ring, probs_at);
-        shared.dout_ring.wait_full(at);
+        shared.dout_ring.wait_full(dout_at);
         shared.prob_ring.wait_full(probs_at);
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) {
-            issue_at_bt<T>(dv[c], shared.dout(at.stage), c, shared.probs());
+            issue_at_bt<T>(dv[c], shared.dout(dout_at.stage), c, shared.probs());
         }
         ptx::wgmma_wait<0>();
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) ptx::wgmma_pin(dv[c]);
-        this->release(shared.dout_ring, at);
+        this->release(shared.dout_ring, dout_at);
         this->release(shared.prob_ring, probs_at);
-        at.advance();
+        queries_at.advance();
+        dout_at.advance();
         probs_at.advance();
         weights_at.advance();
     }
@@ -250,7 +254,8 @@ struct ValueGradients : Bwd192Consumer<Traits> {
 template <class Traits>
 struct KeyGradients : Bwd192Consumer<Traits> {
     using Base = Bwd192Consumer<Traits>;
-    using Base::params, Base::shared, Base::at, Base::weights_at, Base::kScores, Base::kParts;
+    using Base::params, Base::shared, Base::queries_at, Base::dout_at, Base::weights_at;
+    using Base::kParts, Base::kScores;
     using typename Base::Matrix, typename Base::T;
     static constexpr int kChunks = Traits::kHeadDim / 64;
 
@@ -274,30 +279,36 @@ struct KeyGradients : Bwd192Consumer<Traits> {
         Matrix dp;
         float delta[2];
         u32 weights_16[kScores / 2], ds_16[kScores / 2];
-        shared.dout_ring.wait_full(at);
-        issue_a_bt<T>(dp, shared.dout(at.stage), 0, shared.values());
-        this->load_row_pair(delta, shared.delta(at.stage));
+        shared.dout_ring.wait_full(dout_at);
+        issue_a_bt<T>(dp, shared.dout(dout_at.stage), 0, shared.values());
+        this->load_row_pair(delta, shared.delta(dout_at.stage));
         const auto weights = shared.weights(weights_at.stage);
         const u32 address = transposed_address(weights);
         shared.weight_ring.wait_full(weights_at);
+        constexpr int kAhead = Traits::kPartsAhead;
         MCP_UNROLL
-        for (int part = 0; part < kParts; part++) {
+        for (int part = 0; part < kAhead; part++) {
             load_transposed_part(address + part * kTransposedStep, weights_16 + 4 * part);
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dp);
-        this->release(shared.dout_ring, at);
-        to_score_gradients(ds_16, weights_16, dp, delta);
+        this->release(shared.dout_ring, dout_at);
+        MCP_UNROLL
+        for (int part = 0; part < kParts; part++) {
+            const int next = part + kAhead;
+            if (next < kParts) load_transposed_part(address + next * kTransposedStep, weights_16 + 4 * next);
+            to_score_gradients(ds_16, weights_16, dp, delta, part);
+        }
         store_transposed(weights, 0, 0, ds_16);
         ptx::fence_proxy_async();
         ptx::named_barrier_sync<kWarpgroupSize>(1);
-        shared.query_ring.wait_full(at);
+        shared.query_ring.wait_full(queries_at);
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) {
             // These columns of dq leave under the product of dk.
             float dq[32];
             issue_p_b<T, false>(dq, ds_16, shared.keys(), c);
-            issue_at_bt<T>(dk[c], shared.queries(at.stage), c, weights);
+            issue_at_bt<T>(dk[c], shared.queries(queries_at.stage), c, weights);
             ptx::wgmma_wait<1>();
             ptx::wgmma_pin(dq);
             hand_over_dq(dq);
@@ -305,19 +316,21 @@ struct KeyGradients : Bwd192Consumer<Traits> {
         ptx::wgmma_wait<0>();
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) ptx::wgmma_pin(dk[c]);
-        this->release(shared.query_ring, at);
+        this->release(shared.query_ring, queries_at);
         this->release(shared.weight_ring, weights_at);
-        at.advance();
+        queries_at.advance();
+        dout_at.advance();
         weights_at.advance();
     }
 
     MCP_DEVICE static void to_score_gradients(u32 (&ds_16)[kScores / 2],
                                               const u32 (&weights_16)[kScores / 2],
                                               const Matrix& dp,
-                                              const float (&delta)[2]) {
+                                              const float (&delta)[2],
+                                              int part) {
         constexpr float kUnit = 1.0f / kProbScale;
         MCP_UNROLL
-        for (int i = 0; i < kScores / 2; i++) {
+        for (int i = 4 * part; i < 4 * part + 4; i++) {
             const f32x2 weight = ptx::unpack2<fp16>(weights_16[i]);
             const float shift = -delta[i % 2] * kUnit;
             ds_16[i] = ptx::pack2<T>(ptx::fma(dp[2 * i], kUnit, shift) * weight.x,

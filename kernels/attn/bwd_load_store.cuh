@@ -13,20 +13,22 @@ namespace mcp::attn {
 // producer).
 template <class Traits, class Shared>
 struct BwdLoader {
-    static constexpr int kRowChunks = Traits::kBlockN / kWarpSize;
+    static constexpr int kRowChunks = (Traits::kBlockN + kWarpSize - 1) / kWarpSize;
 
     const BwdParams& params;
     const Shared& shared;
     bool leader;
-    RingPosition<Traits::kStages> queries_at, dout_at;
+    RingPosition<Traits::kStages> queries_at;
+    RingPosition<Traits::kDoutStages> dout_at;
     RingPosition<1> keys_at, mail_at, landed_at;
 
     MCP_DEVICE BwdLoader(const BwdParams& params, const Shared& shared)
         : params(params), shared(shared), leader(lane_index() == 0) {}
 
-    // Bit c of lane l: key row 32 * c + l of the tile is in some segment.
+    // Bit c of lane l: key row 32 * c + l of the tile is in some segment, or does not exist.
     MCP_DEVICE u32 used_rows(const WorkItem& work) const {
-        u32 used = 0;
+        constexpr int kLastRows = Traits::kBlockN - (kRowChunks - 1) * kWarpSize;
+        u32 used = lane_index() < kLastRows ? 0 : 1u << (kRowChunks - 1);
         for (i32 s = work.seg0; s < work.seg0 + work.num_segs; s++) {
             const i32x4 rows = ptx::load_constant_i32x4(&params.segments[s].q0);
             MCP_UNROLL

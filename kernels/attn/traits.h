@@ -83,6 +83,7 @@ struct BwdTraits {
     static constexpr int kBlockM = kBlockM_;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kStages = kStages_;
+    static constexpr int kDoutStages = kStages;
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr bool kDropout = kDropout_;
     static constexpr bool kAddsDq = kAddsDq_;
@@ -137,6 +138,7 @@ struct BwdWideTraits {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64;
     static constexpr int kStages = kStages_;
+    static constexpr int kDoutStages = kStages;
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
@@ -166,17 +168,19 @@ struct BwdWideTraits {
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
-// All three gradients for head dim 192: tiles of 96 keys and 64 queries. One consumer makes the
+// All three gradients for head dims 192 and 256: tiles of 96 or 80 keys and 64 queries. One makes the
 // probabilities and dv, the other the gradients of the scores, dk and dq.
-template <class T_, int kHeadDim_, int kValueDim_, int kStages_>
+template <class T_, int kHeadDim_, int kValueDim_, int kBlockN_, int kStages_, int kDoutStages_>
 struct Bwd192Traits {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kValueDim = kValueDim_;
     static constexpr int kConsumers = 2;
     static constexpr int kBlockM = 64;
-    static constexpr int kBlockN = 96;
-    static constexpr int kStages = kStages_;
+    static constexpr int kBlockN = kBlockN_;
+    static constexpr int kStages = kStages_;  // of q
+    static constexpr int kDoutStages = kDoutStages_;
+    static constexpr int kPartsAhead = kHeadDim <= 192 ? kBlockN / 16 : 3;
     static constexpr int kWeightStages = kValueDim <= 128 ? 2 : 1;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
@@ -189,7 +193,7 @@ struct Bwd192Traits {
     static constexpr int kDoutBytes = kBlockM * kValueDim * 2;
     static constexpr int kScoreBytes = kBlockM * kBlockN * 2;  // of probabilities, weights or ds
     static constexpr int kDqColumns = 64;
-    static constexpr int kDqStages = 2;
+    static constexpr int kDqStages = kHeadDim <= 192 ? 2 : 1;
     static constexpr int kDqBytes = kBlockM * kDqColumns * 4;
     static constexpr int kRowStatBytes = kBlockM * 4;
 
@@ -199,15 +203,15 @@ struct Bwd192Traits {
     static constexpr int kValuesAt = kKeysAt + kKeyBytes;
     static constexpr int kQueriesAt = kValuesAt + kValueBytes;
     static constexpr int kDoutAt = kQueriesAt + kStages * kQueryBytes;
-    static constexpr int kProbsAt = kDoutAt + kStages * kDoutBytes;
+    static constexpr int kProbsAt = kDoutAt + kDoutStages * kDoutBytes;
     static constexpr int kWeightsAt = kProbsAt + kScoreBytes;
     static constexpr int kDqAt = kWeightsAt + kWeightStages * kScoreBytes;
     static constexpr int kLseAt = kDqAt + kDqStages * kDqBytes;
     static constexpr int kDeltaAt = kLseAt + kStages * kRowStatBytes;
-    static constexpr int kMailboxAt = kDeltaAt + kStages * kRowStatBytes;
+    static constexpr int kMailboxAt = kDeltaAt + kDoutStages * kRowStatBytes;
     static constexpr int kBarriersAt = kMailboxAt + 32;
     static constexpr int kNumBarriers =
-        2 * (1 + 1 + 1 + 2 * kStages + kWeightStages + kDqStages) + 1;
+        2 * (1 + 1 + 1 + kStages + kDoutStages + kWeightStages + kDqStages) + 1;
     static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };

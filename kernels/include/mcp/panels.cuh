@@ -90,12 +90,12 @@ MCP_DEVICE void store_transposed(Tile tile,
     }
 }
 
-// Clears the rows of the tile whose bit is 0; bit c of lane l stands for row 32 * c + l. All lanes
-// of one warp call.
+// Clears the rows of the tile whose bit is 0; bit c of lane l stands for row 32 * c + l, and is 1
+// where there is no such row. All lanes of one warp call.
 template <class Tile>
 MCP_DEVICE void clear_rows_but(Tile tile, u32 used) {
-    static_assert(Tile::kRows % kWarpSize == 0 && Tile::kRows <= 1024, "one bit per 32 rows");
-    for (int c = 0; c < Tile::kRows / kWarpSize; c++) {
+    static_assert(Tile::kRows <= 1024, "one bit per 32 rows");
+    for (int c = 0; c < (Tile::kRows + kWarpSize - 1) / kWarpSize; c++) {
         if (used >> c & 1) continue;
         const u32 row = tile.address + (c * kWarpSize + lane_index()) * kRowBytes;
         for (int at = 0; at < kRowBytes; at += 16) {

@@ -118,9 +118,9 @@ def find_gradient_kernels(
 ) -> GradientKernels:
     """Returns the kernels of such calls; raises NotImplementedError as `check_supported`.
 
-    One that adds up dq from key tiles takes five products, two that share nothing take seven. Where the sums of dq are
-    what everything waits for (head dim 256), or one does not fit (64 and 192 with softcap, 64 with dropout), there are
-    only the two, and they alone give the same bits in every run.
+    One that adds up dq from key tiles takes five products, two that share nothing take seven. Where one does not fit
+    (64, 192 and 256 with softcap, 64 with dropout), there are only the two, and they alone give the same bits in every
+    run.
     """
     kind = (dtype, head_dim, value_dim, feature)
     one = _variants().get(("backward", DTYPES.get(dtype, ""), *kind[1:]))
