@@ -149,7 +149,7 @@ def test_launch_has_a_block_per_multiprocessor_but_no_more_than_there_is_work(de
 )
 def test_head_sections_are_those_whose_keys_fit_the_cache(num_keys, sections):
     # 8 kv heads of 64 query heads, 128 + 128 columns of 2 bytes: 2^15 keys are 16 MB per kv head.
-    assert hopper_launch.heads_per_section(64, 8, num_keys, 256) == sections
+    assert hopper_launch.heads_per_section(64, 8, num_keys, 256, 32 << 20) == sections
 
 
 # ---------------------------------------------------------------------- caches

@@ -240,11 +240,9 @@ def test_parts_of_kernels_that_share_no_sum_add_to_the_gradients_that_are_held(d
 def test_items_side_by_side_are_those_whose_queries_fit_the_cache(
     num_queries, heads_per_item, items
 ):
-    # 128 + 128 columns of 2 bytes: 2^10 queries are 512 KB per query head, 4 MB per kv head.
-    q, v = torch.empty(num_queries, 64, 128, device="meta"), torch.empty(7, 8, 128, device="meta")
-    call = gradients.BackwardCall(q, v, v, q, None, None, Scores(1.0))
-    item_bytes = heads_per_item * call.row_bytes
-    assert gradients._items_per_section(item_bytes, 64 // heads_per_item) == items
+    # 2^10 queries are 512 KB per query head, 4 MB per kv head.
+    item_bytes = heads_per_item * num_queries * (128 + 128) * 2
+    assert gradients._items_per_section(item_bytes, 64 // heads_per_item, 32 << 20) == items
 
 
 def _call(num_tokens, heads, visits, most_visits, *, in_order=False):

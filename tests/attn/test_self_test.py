@@ -47,7 +47,7 @@ def test_the_kernels_source_in_the_emulator_passes(dtype, dims, feature):
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
 def test_stages_add_up_as_on_132_multiprocessors(monkeypatch, dims):
     """Where heads of a group are worked on side by side, or apart, as small tiles are on a GPU."""
-    monkeypatch.setattr(gradients, "_faster", lambda *_: 1)
+    monkeypatch.setattr(gradients, "_heads_that_end_sooner", lambda *_: 1)
     kind = judge.Kind(torch.bfloat16, *dims, "", needs_grad=True)
     case = judge._Case.of(kind, "documents", judge.small_masks()["documents"], CPU)
     with torch.no_grad():

@@ -120,7 +120,7 @@ def test_query_heads_of_a_group_worked_on_side_by_side_add_to_one_sum(
 def test_sums_of_query_heads_apart_are_those_of_the_group_in_every_run(
     head_dims, feature, monkeypatch
 ):
-    monkeypatch.setattr(gradients, "_faster", lambda *_: 1)
+    monkeypatch.setattr(gradients, "_heads_that_end_sooner", lambda *_: 1)
     mask = masks.from_slices(300, 300, MIXED)
     inputs, arguments = random_case(300, 300, (6, 2), head_dims, torch.bfloat16)
     inputs = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]  # heads first

@@ -208,14 +208,14 @@ def check_capability(device: torch.device) -> None:
 def is_readable(x: Tensor) -> bool:
     """Returns whether the copy engine can read `x` `[rows, heads, columns]` where it lies."""
     row_stride, head_stride, stride = x.stride()
-    itemsize = x.element_size()
+    itemsize, address = x.element_size(), x.data_ptr()
     return (
-        not _repeats(x)
-        and stride == 1
+        stride == 1
         and (head_stride * itemsize % ALIGNMENT == 0 or x.shape[1] == 1)
         and (row_stride * itemsize % ALIGNMENT == 0 or x.shape[0] == 1)
-        and x.data_ptr() % ALIGNMENT == 0
-        and has_memory(x)
+        and address % ALIGNMENT == 0
+        and (address != 0 or has_memory(x))
+        and ((row_stride != 0 and head_stride != 0) or not _repeats(x))
     )
 
 
@@ -244,9 +244,7 @@ def all_readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def _repeats(x: Tensor) -> bool:
     """Returns whether a dimension of more than one element has stride 0, which no tensor map may have."""
-    return 0 in x.stride() and any(
-        step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)
-    )
+    return any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
 
 
 def check_layout(name: str, x: Tensor) -> None:

@@ -74,11 +74,6 @@ class BackwardCall(NamedTuple):
         """Returns how many query heads share a kv head."""
         return self.q.shape[1] // self.k.shape[1]
 
-    @property
-    def row_bytes(self) -> int:
-        """Returns the bytes of one query head's rows of q and dout."""
-        return self.q.shape[0] * (self.q.shape[2] + self.v.shape[2]) * 2
-
     def read(self) -> dict[str, Tensor]:
         """Returns what the kernels read, by name."""
         tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": self.dout}
@@ -97,9 +92,11 @@ class BackwardCall(NamedTuple):
 
         Only where sums have an order. Its dk and dv are those of query heads: `sums_of_heads` adds them.
         """
+        if not self.lists.in_order:
+            return None
         num_keys, num_heads = self.k.shape[0], self.q.shape[1]
         apart_bytes = (4 + 2) * num_keys * num_heads * (self.k.shape[2] + self.v.shape[2])
-        if not self.lists.in_order or apart_bytes > MOST_APART_BYTES:
+        if apart_bytes > MOST_APART_BYTES:
             return None
         if self._heads_that_end_sooner(num_sms) == self.group:
             return None
@@ -114,10 +111,9 @@ class BackwardCall(NamedTuple):
         return dk, dv
 
     def _heads_that_end_sooner(self, num_sms: int) -> int:
-        if self.group == 1:
-            return 1
         visits = (self.lists.num_tiles, self.lists.num_visits, self.lists.most_visits)
-        return _faster(self.group, self.q.shape[1], *visits, self.row_bytes, num_sms)
+        shapes = (self.q.shape, self.v.shape)
+        return _heads_that_end_sooner(*shapes, *visits, num_sms, section_bytes())
 
     def room_for_gradients(self, dtype: torch.dtype, heads: int) -> list[Tensor]:
         """Returns memory for dk and dv: float zeros where work items of so many query heads add to them."""
@@ -137,35 +133,30 @@ class BackwardCall(NamedTuple):
         `gradients` are (sum of dq, dk, dv), without the sum for a kernel of dk and dv alone. With `accumulate` dk and
         dv are added to.
         """
-        (dq_sum, dk, dv), lists, stats = gradients, self.lists, self.stats
-        num_queries, num_heads, _ = self.q.shape
-        tiles = lists.data.data_ptr()
-        segs = tiles + 16 * lists.num_tiles
-        order = segs + 32 * lists.num_segs
-        rows, on = kernel.tile_rows, kernel.driver
-        params = BwdParams(
-            *self._maps(kernel),
-            stats_map(stats.lse_2, num_queries, kernel),
-            stats_map(stats.delta, num_queries, kernel),
-            TensorMap() if dq_sum is None else tensor_map("dq", dq_sum, rows, on),
-            tiles,
-            segs,
-            order,
+        (dq_sum, dk, dv), lists, scores = gradients, self.lists, self.scores
+        store = STORE_FLOATS if dk.dtype == torch.float32 else STORE_16_BITS
+        num_tiles, group = lists.num_tiles, self.group
+        if accumulate or heads < group:
+            num_tiles, store = lists.num_with_queries, ADD_FLOATS
+        params = BwdParams.from_buffer_copy(
+            _fixed_fields(
+                *(self.q.shape, self.v.shape, dk.stride(), dv.stride()),
+                *(num_tiles, heads, store),
+                *(scores.softmax_scale, scores.softcap, section_bytes()),
+            )
         )
+        params.q_map, params.dout_map, params.k_map, params.v_map = self._maps(kernel)
+        num_queries = self.q.shape[0]
+        params.lse_map = stats_map(self.stats.lse_2, num_queries, kernel)
+        params.delta_map = stats_map(self.stats.delta, num_queries, kernel)
+        if dq_sum is not None:
+            params.dq_map = tensor_map("dq", dq_sum, kernel.tile_rows, kernel.driver)
+        params.tiles = lists.data.data_ptr()
+        params.segments = params.tiles + 16 * lists.num_tiles
+        params.order = params.segments + 32 * lists.num_segs
         params.dk, params.dv = dk.data_ptr(), dv.data_ptr()
-        params.dk_row_stride, params.dk_head_stride = dk.stride()[:2]
-        params.dv_row_stride, params.dv_head_stride = dv.stride()[:2]
-        params.num_tiles = lists.num_tiles
-        params.store = STORE_FLOATS if dk.dtype == torch.float32 else STORE_16_BITS
-        if accumulate or heads < self.group:
-            params.num_tiles, params.store = lists.num_with_queries, ADD_FLOATS
-        params.num_heads, params.num_kv_heads = num_heads, self.k.shape[1]
-        params.heads_per_item, params.items_per_group = heads, self.group // heads
-        params.heads_per_section = _items_per_section(heads * self.row_bytes, num_heads // heads)
-        params.num_queries = num_queries
-        params.score_scale, params.cap, params.cap_scale = self.scores.scales()
-        params.softmax_scale = self.scores.softmax_scale
-        params.dropout = self.scores.dropout()
+        if scores.words is not None:
+            params.dropout = scores.dropout()
         return params
 
     def dq_params(self, kernel: Kernel, dq: Tensor) -> DqParams:
@@ -187,7 +178,7 @@ class BackwardCall(NamedTuple):
             lists.dq_tiles,
             num_heads,
             num_kv_heads,
-            heads_per_section(num_heads, num_kv_heads, num_keys, width),
+            heads_per_section(num_heads, num_kv_heads, num_keys, width, section_bytes()),
             num_keys,
             stats.delta.shape[2],
             *self.scores.scales(),
@@ -232,23 +223,62 @@ def empty_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@lru_cache(maxsize=4096)
-def _faster(
-    group: int,
-    num_heads: int,
+@lru_cache(maxsize=1024)
+def _fixed_fields(  # noqa: PLR0913  what it depends on
+    q_shape: torch.Size,
+    v_shape: torch.Size,
+    dk_strides: tuple[int, ...],
+    dv_strides: tuple[int, ...],
+    num_tiles: int,
+    heads: int,
+    store: int,
+    softmax_scale: float,
+    softcap: float,
+    num_bytes: int,
+) -> BwdParams:
+    """Returns the parameters without addresses and dropout: those of all calls alike. To be copied."""
+    (num_queries, num_heads, _), num_kv_heads = q_shape, v_shape[1]
+    item_bytes, num_items = heads * _row_bytes(q_shape, v_shape), num_heads // heads
+    score_scale, cap, cap_scale = Scores(softmax_scale, softcap).scales()
+    return BwdParams(
+        dk_row_stride=dk_strides[0],
+        dk_head_stride=dk_strides[1],
+        dv_row_stride=dv_strides[0],
+        dv_head_stride=dv_strides[1],
+        num_tiles=num_tiles,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        heads_per_section=_items_per_section(item_bytes, num_items, num_bytes),
+        heads_per_item=heads,
+        items_per_group=num_heads // num_kv_heads // heads,
+        num_queries=num_queries,
+        score_scale=score_scale,
+        cap=cap,
+        cap_scale=cap_scale,
+        softmax_scale=softmax_scale,
+        store=store,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _heads_that_end_sooner(
+    q_shape: torch.Size,
+    v_shape: torch.Size,
     num_tiles: int,
     num_visits: int,
     most_visits: int,
-    row_bytes: int,
     num_sms: int,
+    num_bytes: int,
 ) -> int:
-    """Returns 1 or `group`, whichever ends sooner. From plain numbers, so that it is found again in a microsecond."""
+    """Returns 1 or the size of a group, whichever ends sooner. `num_bytes` of the cache are for what is read again."""
+    num_heads, row_bytes = q_shape[1], _row_bytes(q_shape, v_shape)
+    group = num_heads // v_shape[1]
 
     def end(heads: int, tile_cost: float) -> float:
         """Returns when the last section's longest item ends, which begins with that section, or all work, in visits."""
         num_items = num_heads // heads
         every = num_heads * num_visits + num_tiles * num_items * tile_cost
-        num_sections = -(-num_items // _items_per_section(heads * row_bytes, num_items))
+        num_sections = -(-num_items // _items_per_section(heads * row_bytes, num_items, num_bytes))
         before_last = every / num_sms * (1 - 1 / num_sections)
         return max(every / num_sms, before_last + heads * most_visits + tile_cost)
 
@@ -256,14 +286,19 @@ def _faster(
     return 1 if end(1, ADDING_TILE_COST) < drift * end(group, TILE_COST) else group
 
 
+def _row_bytes(q_shape: torch.Size, v_shape: torch.Size) -> int:
+    """Returns the bytes of one query head's rows of q and dout."""
+    return q_shape[0] * (q_shape[2] + v_shape[2]) * 2
+
+
 def main_bytes(lists: BackwardList) -> int:
     """Returns where the list of the kernel for dq begins: the order before it ends at a multiple of 16 bytes."""
     return 16 * lists.num_tiles + 32 * lists.num_segs + -(-lists.num_tiles // 4) * 16
 
 
-def _items_per_section(item_bytes: int, num_items: int) -> int:
-    """Returns the items of how many heads run side by side: those whose queries fit the cache."""
-    return min(num_items, max(1, section_bytes() // max(1, item_bytes)))
+def _items_per_section(item_bytes: int, num_items: int, num_bytes: int) -> int:
+    """Returns the items of how many heads run side by side: those whose queries fit `num_bytes` of the cache."""
+    return min(num_items, max(1, num_bytes // max(1, item_bytes)))
 
 
 def postprocess_params(dq_sum: Tensor, dq: Tensor, softmax_scale: float) -> BwdPostprocessParams:

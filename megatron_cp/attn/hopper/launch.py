@@ -9,6 +9,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -162,34 +163,58 @@ def forward_params(
     assert earlier_QNH is None or (
         earlier_QNH.dtype == torch.float32 and earlier_QNH.stride() == out_QNH.stride()
     )
-    num_heads, head_dim = q_QNH.shape[1:]
-    num_keys, num_kv_heads, value_dim = v_KGH.shape
-    tiles = lists.data.data_ptr()
-    segs = tiles + 16 * lists.num_tiles
+    params = FwdParams.from_buffer_copy(
+        _fixed_fields(
+            *(q_QNH.shape, v_KGH.shape, out_QNH.stride(), lse_QN.stride(), out_QNH.dtype),
+            lists.num_with_keys if in_place else lists.num_tiles,
+            *(scores.softmax_scale, scores.softcap, section_bytes()),
+        )
+    )
+    params.q_map = tensor_map("q", q_QNH, kernel.tile_rows, kernel.driver)
+    params.k_map = tensor_map("k", k_KGH, kernel.tile_keys, kernel.driver)
+    params.v_map = tensor_map("v", v_KGH, kernel.tile_keys, kernel.driver)
+    params.tiles = lists.data.data_ptr()
+    params.segments = params.tiles + 16 * lists.num_tiles
+    params.order = params.segments + 32 * lists.num_segs
+    params.out, params.lse = out_QNH.data_ptr(), lse_QN.data_ptr()
+    params.sink = None if sink_N is None else sink_N.data_ptr()
+    params.earlier = None if earlier_QNH is None else earlier_QNH.data_ptr()
+    if scores.words is not None:
+        params.dropout = scores.dropout()
+    return params
+
+
+@lru_cache(maxsize=1024)
+def _fixed_fields(  # noqa: PLR0913  what it depends on
+    q_shape: torch.Size,
+    v_shape: torch.Size,
+    out_strides: tuple[int, ...],
+    lse_strides: tuple[int, ...],
+    out_dtype: torch.dtype,
+    num_tiles: int,
+    softmax_scale: float,
+    softcap: float,
+    num_bytes: int,
+) -> FwdParams:
+    """Returns the parameters without addresses and dropout: those of all calls alike. To be copied."""
+    (_, num_heads, head_dim), (num_keys, num_kv_heads, value_dim) = q_shape, v_shape
+    scores, columns = Scores(softmax_scale, softcap), head_dim + value_dim
+    score_scale, cap, cap_scale = scores.scales()
     return FwdParams(
-        tensor_map("q", q_QNH, kernel.tile_rows, kernel.driver),
-        tensor_map("k", k_KGH, kernel.tile_keys, kernel.driver),
-        tensor_map("v", v_KGH, kernel.tile_keys, kernel.driver),
-        tiles,
-        segs,
-        segs + 32 * lists.num_segs,
-        None,
-        out_QNH.data_ptr(),
-        lse_QN.data_ptr(),
-        None if sink_N is None else sink_N.data_ptr(),
-        None,
-        None if earlier_QNH is None else earlier_QNH.data_ptr(),
-        *out_QNH.stride()[:2],
-        *lse_QN.stride(),
-        lists.num_with_keys if in_place else lists.num_tiles,
-        num_heads,
-        num_kv_heads,
-        heads_per_section(num_heads, num_kv_heads, num_keys, head_dim + value_dim),
-        num_keys,
-        *scores.scales(),
-        out_QNH.dtype == torch.float32,
-        scores.score_per_lse(),
-        scores.dropout(),
+        out_row_stride=out_strides[0],
+        out_head_stride=out_strides[1],
+        lse_row_stride=lse_strides[0],
+        lse_head_stride=lse_strides[1],
+        num_tiles=num_tiles,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        heads_per_section=heads_per_section(num_heads, num_kv_heads, num_keys, columns, num_bytes),
+        num_keys=num_keys,
+        score_scale=score_scale,
+        cap=cap,
+        cap_scale=cap_scale,
+        out_is_float=out_dtype == torch.float32,
+        score_per_lse=scores.score_per_lse(),
     )
 
 
@@ -216,9 +241,11 @@ def fill_without_keys(
         out_QNH.copy_(held)
 
 
-def heads_per_section(num_heads: int, num_kv_heads: int, num_keys: int, columns: int) -> int:
-    """Returns how many query heads run side by side: those whose keys and values fit the cache."""
-    fitting = section_bytes() // max(1, num_keys * columns * 2)
+def heads_per_section(
+    num_heads: int, num_kv_heads: int, num_keys: int, columns: int, num_bytes: int
+) -> int:
+    """Returns how many query heads run side by side: those whose keys and values fit `num_bytes` of the cache."""
+    fitting = num_bytes // max(1, num_keys * columns * 2)
     return min(num_heads, max(1, fitting) * (num_heads // num_kv_heads))
 
 
