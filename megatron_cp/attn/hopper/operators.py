@@ -7,7 +7,7 @@ call where gradients are needed, never computed by something else.
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from megatron_cp.attn.hopper.device_lists import (
 )
 from megatron_cp.attn.hopper.gradients import BackwardCall
 from megatron_cp.attn.hopper.launch import empty_results, launch_forward
+from megatron_cp.attn.hopper.passes import RowStats
 from megatron_cp.attn.hopper.row_stats import preprocess
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.logits import raise_to_
@@ -57,23 +58,20 @@ def attend(
 
     `max_logits` float32 is raised, in place, to the largest scaled and capped logit of each head, without a gradient.
     """
-    data, num_tiles, num_segs, _ = work_of(q_QNH, v_KGH, mask, options)
+    tensors, lists = (q_QNH, k_KGH, v_KGH), work_of(q_QNH, v_KGH, mask, options)
     sink = None if sink_N is None else sink_N.to(torch.float32).contiguous()
-    scale, softcap = options.softmax_scale, options.softcap
-    operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.ops.megatron_cp.attention_forward
-    is_plain = _is_plain(q_QNH, k_KGH, v_KGH)
-    grad_data: Tensor | None = None
-    counts: list[int] = []
-    if needs_grad(q_QNH, k_KGH, v_KGH, sink):
-        grad_data, *counts = gradient_work_of(q_QNH, v_KGH, mask, options)
-        operator = _PlainAttend.apply if is_plain else operator
-    elif is_plain:
-        operator = _forward
-    work = (data, num_tiles, num_segs, sink, scale, softcap, grad_data, counts)
-    out, lse, found = operator(q_QNH, k_KGH, v_KGH, *work, max_logits_N is not None)
-    if max_logits_N is not None:
-        raise_to_(max_logits_N, found.detach())
-    return out, lse
+    scores = Scores(options.softmax_scale, options.softcap)
+    grad_lists: BackwardList | None = None
+    if needs_grad(*tensors, sink):
+        grad_lists = gradient_work_of(q_QNH, v_KGH, mask, options)
+    if not _is_plain(*tensors):
+        return _ask_operator(tensors, lists, sink, scores, grad_lists, max_logits_N)
+    if grad_lists is None:
+        return _run_forward(tensors, lists, sink, scores, max_logits_N)
+    results: tuple[Tensor, Tensor] = _PlainAttend.apply(
+        *tensors, sink, (lists, grad_lists), scores, max_logits_N
+    )
+    return results
 
 
 def _is_plain(q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor) -> bool:
@@ -86,6 +84,38 @@ def _is_plain(q_QNH: Tensor, k_KGH: Tensor, v_KGH: Tensor) -> bool:
         and not torch._C._len_torch_dispatch_stack()
         and type(q_QNH) is type(k_KGH) is type(v_KGH) is Tensor
     )
+
+
+def _ask_operator(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lists: DeviceList,
+    sink_N: Tensor | None,
+    scores: Scores,
+    grad_lists: BackwardList | None,
+    max_logits_N: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns what `_run_forward` does, by the operator that compiled graphs and dispatch modes see."""
+    grad_data, *counts = (None,) if grad_lists is None else grad_lists
+    numbers = (scores.softmax_scale, scores.softcap, grad_data, counts)
+    asked = (*lists[:3], sink_N, *numbers, max_logits_N is not None)
+    out, lse, found = torch.ops.megatron_cp.attention_forward(*tensors, *asked)
+    if max_logits_N is not None:
+        raise_to_(max_logits_N, found.detach())
+    return out, lse
+
+
+def _run_forward(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lists: DeviceList,
+    sink_N: Tensor | None,
+    scores: Scores,
+    max_logits_N: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    q_QNH, _, v_KGH = tensors
+    results = empty_results(q_QNH, v_KGH, q_QNH.dtype)
+    given = (all_readable(*tensors), lists, readable_sink(sink_N), scores)
+    launch_forward(*given, results, max_logits_N=max_logits_N)
+    return results
 
 
 def _forward(  # noqa: PLR0913  the operator's schema
@@ -102,13 +132,10 @@ def _forward(  # noqa: PLR0913  the operator's schema
     grad_counts: Sequence[int],
     has_max_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = empty_results(q_QNH, v_KGH, q_QNH.dtype)
     max_logits = _no_logits(q_QNH, has_max_logits)
     asked = max_logits if has_max_logits else None
-    lists = DeviceList(work, num_tiles, num_segs, num_tiles)
-    tensors, scores = all_readable(q_QNH, k_KGH, v_KGH), Scores(softmax_scale, softcap)
-    launch_forward(tensors, lists, readable_sink(sink_N), scores, results, max_logits_N=asked)
-    return *results, max_logits
+    lists, scores = DeviceList(work, num_tiles, num_segs, num_tiles), Scores(softmax_scale, softcap)
+    return *_run_forward((q_QNH, k_KGH, v_KGH), lists, sink_N, scores, asked), max_logits
 
 
 def _no_logits(q_QNH: Tensor, is_asked: bool) -> Tensor:
@@ -135,12 +162,7 @@ def _forward_fake(  # noqa: PLR0913  the operator's schema
     return *empty_results(q_QNH, v_KGH, q_QNH.dtype), _no_logits(q_QNH, has_max_logits)
 
 
-def _backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, delta = _run_backward(*inputs)
-    return dq, dk, dv, delta.contiguous()
-
-
-def _run_backward(  # noqa: PLR0913  the operator's schema
+def _backward(  # noqa: PLR0913  the operator's schema
     dout_QNH: Tensor,
     dlse_QN: Tensor | None,
     q_QNH: Tensor,
@@ -153,13 +175,25 @@ def _run_backward(  # noqa: PLR0913  the operator's schema
     softmax_scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dout = readable(dout_QNH)
-    stats = preprocess(readable(out_QNH), dout, lse_QN, dlse_QN)
-    lists = BackwardList._make((work, *counts))
-    tensors = all_readable(q_QNH, k_KGH, v_KGH)
-    call = BackwardCall(*tensors, dout, stats, lists, Scores(softmax_scale, softcap))
-    dq, dk, dv = launch_backward(call, float_grads=False)
-    return dq, dk, dv, stats.delta_of_rows(lse_QN.shape[0])
+    lists, scores = BackwardList._make((work, *counts)), Scores(softmax_scale, softcap)
+    results = (out_QNH, lse_QN)
+    made, stats = _run_backward((dout_QNH, dlse_QN), (q_QNH, k_KGH, v_KGH), results, lists, scores)
+    return *made, stats.delta_of_rows(lse_QN.shape[0]).contiguous()
+
+
+def _run_backward(
+    gradients: tuple[Tensor, Tensor | None],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    lists: BackwardList,
+    scores: Scores,
+) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
+    """Returns the gradients of q, k and v from those of the results, and the rows' statistics."""
+    (dout, dlse), (out, lse) = gradients, results
+    dout = readable(dout)
+    stats = preprocess(readable(out), dout, lse, dlse)
+    call = BackwardCall(*all_readable(*tensors), dout, stats, lists, scores)
+    return launch_backward(call, float_grads=False), stats
 
 
 def _backward_fake(
@@ -183,23 +217,14 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor, _: Tensor) -> Gradients:
-    return _gradients(torch.ops.megatron_cp.attention_backward, ctx, ctx.saved_tensors, dout, dlse)
-
-
-def _gradients(
-    operator: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
-    ctx: Any,
-    saved: Saved,
-    dout: Tensor,
-    dlse: Tensor | None,
-) -> Gradients:
-    """Returns the gradients of all that the forward operator takes, by the backward one or what it does."""
-    q, k, v, sink, out, lse, grad_work = saved
+    q, k, v, sink, out, lse, grad_work = ctx.saved_tensors
     if grad_work is None:
         raise RuntimeError(
             "attention_forward was called without grad_work, which its gradient needs; call attend()"
         )
-    dq, dk, dv, delta = operator(dout, dlse, q, k, v, out, lse, grad_work, ctx.counts, *ctx.scales)
+    dq, dk, dv, delta = torch.ops.megatron_cp.attention_backward(
+        dout, dlse, q, k, v, out, lse, grad_work, ctx.counts, *ctx.scales
+    )
     dsink = None if sink is None else sink_gradient(lse, sink, delta, dlse)
     return dq, dk, dv, None, None, None, dsink, None, None, None, None, None
 
@@ -208,20 +233,35 @@ class _PlainAttend(torch.autograd.Function):
     """What the operators do, where nobody wants to see them: their way through the dispatcher and back costs 170 us."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        results = _forward(*inputs)
-        _keep_for_backward(ctx, inputs, results)
-        ctx.mark_non_differentiable(results[2])
+    def forward(
+        ctx: Any,
+        q_QNH: Tensor,
+        k_KGH: Tensor,
+        v_KGH: Tensor,
+        sink_N: Tensor | None,
+        work: tuple[DeviceList, BackwardList],
+        scores: Scores,
+        max_logits_N: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        tensors = (q_QNH, k_KGH, v_KGH)
+        lists, ctx.lists = work
+        results = _run_forward(tensors, lists, sink_N, scores, max_logits_N)
+        ctx.save_for_backward(*tensors, sink_N, *results)
+        ctx.scores = scores
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     @first_derivative_only("attend")
-    def backward(
-        ctx: Any, saved: Saved, dout: Tensor | None, dlse: Tensor | None, _: None
-    ) -> Gradients:
-        dout = torch.zeros_like(saved[4]) if dout is None else dout
-        return _gradients(_run_backward, ctx, saved, dout, dlse)
+    def backward(ctx: Any, saved: Saved, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+        q, k, v, sink, out, lse = saved
+        dout = torch.zeros_like(out) if dout is None else dout
+        given = ((dout, dlse), (q, k, v), (out, lse))
+        made, stats = _run_backward(*given, ctx.lists, ctx.scores)
+        dsink = None
+        if sink is not None:
+            dsink = sink_gradient(lse, sink, stats.delta_of_rows(lse.shape[0]), dlse)
+        return *made, dsink, None, None, None
 
 
 def implement_operators(dispatch_key: str) -> None:
