@@ -125,9 +125,8 @@ def forward_pass(
     queries, entered = _enter(rank_pass, (q_TNH,), keys, _words(session, options))
     q, key_rows = queries[0], _key_rows(keys, entered)
     value_dim, dtype = key_rows.rows("own")[1].shape[2], accumulation_dtype(q.dtype)
-    like = q.new_empty((0, q.shape[1], value_dim), dtype=dtype)
     combination = merging(part_joiner(options, value_dim))
-    results = SideResults(len(q), (like, like[..., 0]), combination)
+    results = SideResults(q, ((q.shape[1], value_dim), (q.shape[1],)), dtype, combination)
     exchange = rank_pass.exchange
     heads = slice(None) if exchange is None else exchange.own_heads(num_heads)
     logits = None if max_logits_N is None else max_logits_N[heads]
@@ -182,8 +181,7 @@ def backward_pass(
     if rank_pass.exchange is not None:
         stats = row_stats(queries[1], queries[2], queries[3], options)
     combination = adding(part_joiner(options, q.shape[2]))
-    like = (q.new_empty((0, *q.shape[1:]), dtype=lse_TN.dtype),)
-    query_results = SideResults(len(q), like, combination)
+    query_results = SideResults(q, (q.shape[1:],), lse_TN.dtype, combination)
     key_results = _key_results(key_rows, lse_TN.dtype, combination)
     rounds_at_once = _rounds_at_once(rank_pass, keys)
     complete: Rows | None = None
@@ -264,9 +262,8 @@ def _key_rows(keys: Rows | Expansion, entered: Rows, keeps_graph: bool = False) 
 def _key_results(rows: SideRows, dtype: torch.dtype, combination: Combination) -> SideResults:
     if isinstance(rows, ExpandedRows):
         return ExpandedResults(rows, dtype, combination)
-    own = rows.rows("own")[:2]
-    like = tuple(x.new_empty((0, *x.shape[1:]), dtype=dtype) for x in own)
-    return SideResults(len(own[0]), like, combination)
+    k, v, *_ = rows.rows("own")
+    return SideResults(k, (k.shape[1:], v.shape[1:]), dtype, combination)
 
 
 def _run_stages(

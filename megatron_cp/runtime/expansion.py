@@ -187,8 +187,8 @@ class ExpandedResults(SideResults):
 
     def __init__(self, rows: ExpandedRows, dtype: torch.dtype, combination: Combination):
         expansion = rows.expansion
-        like = tuple(x.new_empty(x.shape, dtype=dtype) for x in expansion.like)
-        super().__init__(len(expansion.latent), like, combination)
+        shapes = tuple(x.shape[1:] for x in expansion.like)
+        super().__init__(expansion.latent, shapes, dtype, combination)
         self._rows, self._latent = rows, torch.zeros_like(expansion.latent, dtype=dtype)
 
     def send_home(self, side: RankSide, group: dist.ProcessGroup | None) -> Pending[None] | None:

@@ -10,6 +10,7 @@ result; later ones are combined with it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -82,8 +83,13 @@ class SideRows:
     def __init__(self, own: Rows):
         self._own = own
         self._sent: Rows = ()  # as a gather reads them, from the first cast on
-        self._empty = self._arrived = PackedRows.empty(0, own)
-        self._buffers: list[PackedRows] = []  # of the chain that arrived last, then of the next
+        self._arrived: PackedRows | None = None
+        # Of the chain that arrived last, then of the next; None where it brings this rank nothing.
+        self._buffers: list[PackedRows | None] = []
+
+    @cached_property
+    def _empty(self) -> PackedRows:
+        return PackedRows.empty(0, self._own)
 
     def start_cast(
         self, side: RankSide, group: dist.ProcessGroup | None
@@ -91,12 +97,14 @@ class SideRows:
         """Starts the cast of the next stage; None if that stage brings nothing to anybody."""
         if not side.keeps:
             rows = side.chain_rows
-            self._buffers.append(self._empty.room(rows) if rows else self._empty)
+            self._buffers.append(self._empty.room(rows) if rows else None)
         if side.cast is None:
             return None
         begin = side.num_received - side.cast.num_received
         self._sent = self._sent or matrices(self._own)
-        return group_cast(self._sent, side.cast, _moving(group), self._buffers[-1], begin)
+        buffer = self._buffers[-1]
+        into = self._empty if buffer is None else buffer
+        return group_cast(self._sent, side.cast, _moving(group), into, begin)
 
     def arrive(self, side: RankSide, pending: Pending[PackedRows] | None) -> None:
         """Waits for the rows of a stage; from now on `rows` returns those that it holds."""
@@ -104,19 +112,28 @@ class SideRows:
             pending.wait()
         if not side.keeps:
             del self._buffers[:-1]
-        self._arrived = self._buffers[0].rows(0, side.num_received)
+        buffer = self._buffers[0]
+        self._arrived = None if buffer is None else buffer.rows(0, side.num_received)
 
     def rows(self, source: Source) -> Rows:
         """Returns the own rows, or those received in the chain so far."""
-        return self._own if source == "own" else self._arrived.tensors
+        if source == "own":
+            return self._own
+        return (self._empty if self._arrived is None else self._arrived).tensors
 
 
 class SideResults:
     """Results for the rows of one side, in fp32 (fp64 for fp64 inputs)."""
 
-    def __init__(self, num_own: int, like: Rows, combination: Combination):
-        """`like`: tensors whose rows have the shapes and dtypes of the results."""
-        self._num_own, self._like, self._combination = num_own, like, combination
+    def __init__(
+        self,
+        own: Tensor,
+        shapes: tuple[tuple[int, ...], ...],
+        dtype: torch.dtype,
+        combination: Combination,
+    ):
+        """`own`: any tensor with the own rows of the side; `shapes` and `dtype` are those of a row's results."""
+        self._own, self._shapes, self._dtype, self._combination = own, shapes, dtype, combination
         self._held: dict[Source, Rows] = {}
 
     def of(self, source: Source, num_rows: int) -> Rows | None:
@@ -137,7 +154,7 @@ class SideResults:
 
     def own(self) -> Rows:
         """Returns the results for own rows; neutral ones where there are none."""
-        return self._whole("own", self._num_own)
+        return self._whole("own", self._own.shape[0])
 
     def send_home(self, side: RankSide, group: dist.ProcessGroup | None) -> Pending[None] | None:
         """Starts the way home of results after the last stage of a chain; None if nothing is to go."""
@@ -152,9 +169,12 @@ class SideResults:
     def _whole(self, source: Source, num_rows: int) -> Rows:
         """Returns results for all rows of a source."""
         if self.of(source, num_rows) is None:
-            values = zip(self._like, self._combination.neutral, strict=False)
-            self.take(source, tuple(x.new_full((num_rows, *x.shape[1:]), v) for x, v in values))
+            values = zip(self._shapes, self._combination.neutral, strict=False)
+            self.take(source, tuple(self._filled((num_rows, *shape), v) for shape, v in values))
         return self._held[source]
+
+    def _filled(self, shape: tuple[int, ...], value: float) -> Tensor:
+        return self._own.new_full(shape, value, dtype=self._dtype)
 
 
 def _moving(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
