@@ -3,7 +3,9 @@
 # T tokens of this rank, N query heads, G key/value heads, H head dim, Hv value head dim
 
 from dataclasses import replace
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,7 +13,13 @@ from megatron_cp.attn.attend import attend
 from megatron_cp.attn.dropout import head_seeds
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.logits import no_logits
-from megatron_cp.attn.options import check_sink, check_tensor, needs_grad, resolve_options
+from megatron_cp.attn.options import (
+    AttendOptions,
+    check_sink,
+    check_tensor,
+    needs_grad,
+    resolve_options,
+)
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.causal_conv import cp_causal_conv1d
 from megatron_cp.runtime.checkpoint import checkpoint, record_result, recorded_result
@@ -20,6 +28,21 @@ from megatron_cp.runtime.expansion import Expand, Expansion
 from megatron_cp.runtime.linear_attention import cp_linear_attention
 from megatron_cp.runtime.session import check_plan, open_session
 from megatron_cp.runtime.shards import dispatch, position_ids, roll, undispatch
+
+
+class Call(NamedTuple):
+    """What every rank asks for alike, besides the plan."""
+
+    dtype: torch.dtype
+    q: torch.Size
+    k: torch.Size
+    value: torch.Size
+    options: AttendOptions
+    has_sink: bool
+    has_max_logits: bool
+    has_expansion: bool
+    has_backward: bool
+    """A rank without a backward pass would leave the others waiting for it there."""
 
 
 @eager
@@ -92,11 +115,11 @@ def cp_attention(  # noqa: PLR0913  the public signature
     check_sink(q, sink)
     for degree in {plan.forward.head_degree, plan.backward.head_degree} - {1}:
         _check_heads(q.shape[1], k.shape[1], degree)
-    call = f"{q.dtype} {tuple(q.shape)} {tuple(k.shape)} {tuple(values.shape[1:])} {options} {sink is None}"
     given = (k, values) if expansion is None else (k, *expansion.captured)
-    # A rank without a backward pass would leave the others waiting for it there.
-    has_backward = needs_grad(q, sink, *given)
-    call += f" {return_max_logits} {expand is None} backward {has_backward}"
+    call = Call(
+        *(q.dtype, q.shape, k.shape, values.shape[1:], options),
+        *(sink is not None, return_max_logits, expand is not None, needs_grad(q, sink, *given)),
+    )
     # Drawn in a recomputed layer too: its next dropout draws from where this one leaves off.
     seeds = head_seeds(dropout_seed, q) if dropout_p > 0 else None
     session = open_session(plan, group, q.device, call)

@@ -12,6 +12,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,7 +104,7 @@ class Session:
 
 _sessions: OrderedDict[tuple[str, str, int, str], Uploaded[Session]] = OrderedDict()
 _lock = threading.Lock()
-_agreed: dict[tuple[int, str], weakref.ref[AttentionPlan]] = {}
+_agreed: dict[tuple[int, str, Hashable], weakref.ref[AttentionPlan]] = {}
 
 
 @atexit.register
@@ -118,12 +119,12 @@ def forget_plans() -> None:
 
 
 def open_session(
-    plan: AttentionPlan, group: dist.ProcessGroup | None, device: torch.device, call: str = ""
+    plan: AttentionPlan, group: dist.ProcessGroup | None, device: torch.device, call: Hashable = ""
 ) -> Session:
     """Returns the compiled plan of this rank after all ranks of `group` agreed on it.
 
     `group` may be None for cp_size 1. `call` describes what else must be equal on all ranks (dtypes,
-    head counts, options). Collective on the first use of a plan object (and of each `call` text) only.
+    head counts, options), and shows it. Collective on the first use of a plan object (and of each `call`) only.
 
     Raises:
         ValueError: when the group's size is not the plan's.
@@ -171,13 +172,13 @@ def check_plan(plan: object) -> None:
         )
 
 
-def _agree(plan: AttentionPlan, group: dist.ProcessGroup, call: str) -> None:
+def _agree(plan: AttentionPlan, group: dist.ProcessGroup, call: Hashable) -> None:
     """Compares plan and call with all peers, once per plan *object*.
 
     Objects, not digests: two ranks that alternate between two known plans out of step would otherwise
     both believe to have agreed already. Digests travel between CPUs: a GPU goes on with what it has to do.
     """
-    key = (id(plan), f"{_name(group)} {call}")
+    key = (id(plan), _name(group), call)
     if key in _agreed and _agreed[key]() is plan:
         return
     mine = hashlib.sha256(f"{plan.digest()} {call}".encode()).digest()
