@@ -191,7 +191,7 @@ def _backward_call(
     """`rows`: dout, lse, delta and what is known of both; `tensors`: q, k and v; `adds`: to gradients that are held."""
     (dout, lse, delta, stats), (q, _, v) = rows, tensors
     lists = gradient_work_of(q, v, mask, options, adds=adds)
-    dout = readable(dout.to(q.dtype))
+    dout = readable(dout if dout.dtype == q.dtype else dout.to(q.dtype))
     if stats is None:
         stats = row_stats(dout, lse, delta) if lists.num_segs else empty_stats(lse)
     return BackwardCall(*all_readable(*tensors), dout, stats, lists, Scores.of(options))

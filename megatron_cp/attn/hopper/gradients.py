@@ -146,9 +146,10 @@ class BackwardCall(NamedTuple):
             )
         )
         params.q_map, params.dout_map, params.k_map, params.v_map = self._maps(kernel)
-        num_queries = self.q.shape[0]
-        params.lse_map = stats_map(self.stats.lse_2, num_queries, kernel)
-        params.delta_map = stats_map(self.stats.delta, num_queries, kernel)
+        num_queries, num_heads, _ = self.q.shape
+        lse_2, delta = self.stats.addresses()
+        params.lse_map = stats_map(lse_2, num_queries, num_heads, kernel)
+        params.delta_map = stats_map(delta, num_queries, num_heads, kernel)
         if dq_sum is not None:
             params.dq_map = tensor_map("dq", dq_sum, kernel.tile_rows, kernel.driver)
         params.tiles = lists.data.data_ptr()
@@ -171,8 +172,7 @@ class BackwardCall(NamedTuple):
             segs,
             segs + 32 * lists.dq_segs,
             None,
-            stats.lse_2.data_ptr(),
-            stats.delta.data_ptr(),
+            *stats.addresses(),
             dq.data_ptr(),
             *dq.stride()[:2],
             lists.dq_tiles,
@@ -180,7 +180,7 @@ class BackwardCall(NamedTuple):
             num_kv_heads,
             heads_per_section(num_heads, num_kv_heads, num_keys, width, section_bytes()),
             num_keys,
-            stats.delta.shape[2],
+            stats.both.shape[3],
             *self.scores.scales(),
             1.0,
             dq.dtype == torch.float32,
@@ -212,10 +212,9 @@ def float_gradients(k: Tensor, v: Tensor, *, zeros: bool) -> list[Tensor]:
     width = num_heads * (k_dim + v_dim)
     make = k.new_zeros if zeros else k.new_empty
     both = make((num_keys, width), dtype=torch.float32)
-    return [
-        both.as_strided((num_keys, num_heads, dim), (width, dim, 1), begin)
-        for dim, begin in ((k_dim, 0), (v_dim, num_heads * k_dim))
-    ]
+    dk = both.as_strided((num_keys, num_heads, k_dim), (width, k_dim, 1))
+    dv = both.as_strided((num_keys, num_heads, v_dim), (width, v_dim, 1), num_heads * k_dim)
+    return [dk, dv]
 
 
 def empty_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:

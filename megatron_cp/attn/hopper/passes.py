@@ -14,12 +14,28 @@ from megatron_cp.mask import AttentionMask
 class RowStats(NamedTuple):
     """What the main kernel reads per row, float32 `[C, N, P]`: copy c holds row r at r - c, zeros behind row Q."""
 
-    lse_2: Tensor  # lse in base 2; +inf for rows without keys
-    delta: Tensor
+    both: Tensor
+    """`[2, C, N, P]`"""
+
+    @property
+    def lse_2(self) -> Tensor:
+        """Returns lse in base 2; +inf for rows without keys."""
+        return self.both[0]
+
+    @property
+    def delta(self) -> Tensor:
+        """Returns delta; 0 for rows without keys."""
+        return self.both[1]
+
+    def addresses(self) -> tuple[int, int]:
+        """Returns where lse and delta begin."""
+        begin = self.both.data_ptr()
+        return begin, begin + self.both.nbytes // 2
 
     def delta_of_rows(self, num_rows: int) -> Tensor:
-        """Returns delta as `[Q, N]`, a view; 0 for rows without keys."""
-        return self.delta[0, :, :num_rows].t()
+        """Returns delta as `[Q, N]`, a view."""
+        _, _, num_heads, padded = self.both.shape
+        return self.delta.as_strided((num_rows, num_heads), (1, padded))
 
 
 class Passes(PartJoiner, Protocol):

@@ -43,13 +43,12 @@ def preprocess_params(
         dout_QNH.data_ptr(),
         lse_QN.data_ptr(),
         None if dlse_QN is None else dlse_QN.data_ptr(),
-        stats.lse_2.data_ptr(),
-        stats.delta.data_ptr(),
+        *stats.addresses(),
         *out_QNH.stride()[:2],
         *dout_QNH.stride()[:2],
         *lse_QN.stride(),
         dout_QNH.shape[0],
-        stats.delta.shape[2],
+        stats.both.shape[3],
         dout_QNH.shape[1],
         out_QNH.dtype == torch.float32,
     )
@@ -66,16 +65,16 @@ def row_stats(dout_QNH: Tensor, lse_QN: Tensor, delta_QN: Tensor) -> RowStats:
     return preprocess(zeros, zeros, lse_QN.contiguous(), delta_QN.neg().contiguous())
 
 
-def stats_map(x_CNP: Tensor, num_rows: int, kernel: Kernel) -> TensorMap:
-    """Returns the map of row statistics: plain boxes of as many rows as a tile has."""
-    num_copies, num_heads, padded = x_CNP.shape
-    key = ("row statistics", x_CNP.data_ptr(), num_rows, num_heads, kernel.tile_rows)
+def stats_map(address: int, num_rows: int, num_heads: int, kernel: Kernel) -> TensorMap:
+    """Returns the map of a statistic that begins at `address`: plain boxes of as many rows as a tile has."""
+    key = ("row statistics", address, num_rows, num_heads, kernel.tile_rows)
     cached = find_map(key)
     if cached is None:
+        padded = padded_rows(num_rows)
         strides = (4 * padded, 4 * padded * num_heads)
-        sizes, box = (num_rows, num_heads, num_copies), (kernel.tile_rows, 1, 1)
+        sizes, box = (num_rows, num_heads, STAT_COPIES), (kernel.tile_rows, 1, 1)
         encoded = kernel.driver.encode_tensor_map(
-            FLOAT32, x_CNP.data_ptr(), sizes, strides, box, swizzled=False
+            FLOAT32, address, sizes, strides, box, swizzled=False
         )
         cached = remember_map(key, encoded)
     return cached
@@ -85,7 +84,7 @@ def empty_stats(lse_QN: Tensor) -> RowStats:
     """Returns room for the statistics of as many rows as `lse` has."""
     num_rows, num_heads = lse_QN.shape
     shape = (2, STAT_COPIES, num_heads, padded_rows(num_rows))
-    return RowStats(*lse_QN.new_empty(shape, dtype=torch.float32).unbind())
+    return RowStats(lse_QN.new_empty(shape, dtype=torch.float32))
 
 
 def padded_rows(num_rows: int) -> int:
