@@ -93,7 +93,8 @@ def resolve_options(
 
 def check_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> None:
     """Raises ValueError unless the mask's grid is that of the tensors' rows, TypeError for what is no mask."""
-    checks.check_mask(mask)
+    if not isinstance(mask, AttentionMask):
+        checks.check_mask(mask)
     if (mask.num_queries, mask.num_keys) != (q.shape[0], k.shape[0]):
         raise ValueError(
             f"mask grid {mask.num_queries} x {mask.num_keys} must equal the rows of q and k, "
@@ -124,8 +125,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Returns whether a result of these tensors has a backward pass."""
-    wanted = any(x is not None and x.requires_grad for x in tensors)
-    return wanted and torch.is_grad_enabled()
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def check_tensor(name: str, x: object) -> None:

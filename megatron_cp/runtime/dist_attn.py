@@ -51,6 +51,7 @@ from megatron_cp.runtime.session import Quadrant, RankPass, RankStage, Rows, Ses
 from megatron_cp.runtime.sides import Combination, SideResults, SideRows, adding, merging
 from megatron_cp.runtime.spans import span
 
+Arriving = tuple[Pending[PackedRows] | None, Pending[PackedRows] | None]
 Returns = list[Pending[None] | None]
 Compute = Callable[[Quadrant, Rows, Rows, AttendOptions], None]
 SendHome = Callable[[RankStage], Returns]
@@ -281,7 +282,7 @@ def _run_stages(
     by_share = {0.0: options} | {share: replace(options, sm_share=share) for share in shares}
     travelling: list[Pending[None]] = []
 
-    def start(index: int) -> tuple[Pending[PackedRows] | None, Pending[PackedRows] | None]:
+    def start(index: int) -> Arriving:
         with span(pass_name, "send rows", index):
             stage = stages[index]
             return queries.start_cast(stage.query, group), keys.start_cast(stage.key, group)
@@ -335,5 +336,6 @@ def _enter(
 def _leave(rank_pass: RankPass, tensors: Rows, whole: tuple[tuple[int, torch.dtype], ...]) -> Rows:
     """Returns the stages' results for this rank's tokens, with the heads and dtypes of `whole`."""
     if rank_pass.exchange is None:
-        return tuple(x.to(dtype) for x, (_, dtype) in zip(tensors, whole, strict=True))
+        pairs = zip(tensors, whole, strict=True)
+        return tuple(x if x.dtype == dtype else x.to(dtype) for x, (_, dtype) in pairs)
     return rank_pass.exchange.join_heads(tensors, whole)
