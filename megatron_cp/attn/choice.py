@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.features import Feature, feature_of
-from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.kernels.compilers import CompileError, NoCompilerError
 from megatron_cp.kernels.driver import CudaError
 
@@ -70,7 +69,6 @@ def choose_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
     return "cpu" if q.device.type == "cpu" else _choose_gpu_backend(q, v, asked)
 
 
-@outside_compiled_graphs
 def _choose_gpu_backend(q: Tensor, v: Tensor, asked: Asked) -> str:
     kind = _kind(q, v, asked)
     chosen = _chosen.get(kind)
@@ -137,7 +135,6 @@ class FailedSelfTestError(RuntimeError):
     """The Hopper kernels compute something else than float64 does on this GPU."""
 
 
-@outside_compiled_graphs
 def check_hopper(q: Tensor, v: Tensor, asked: Asked) -> Served:
     """Returns the kernels that serve a call.
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.features import Feature, feature_of
-from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.kernels import build
 from megatron_cp.kernels.build import Variant
 
@@ -161,7 +160,6 @@ def built_dims(
     raise AssertionError("a pair of dims that is built is wide enough for itself")
 
 
-@outside_compiled_graphs
 def check_supported(
     q: Tensor, v: Tensor, softmax_scale: float, feature: Feature, needs_grad: bool
 ) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_cp.attn.device_arrays import Int32Array, Prepared, for_mask
 from megatron_cp.attn.features import Feature, feature_of
-from megatron_cp.attn.graphs import outside_compiled_graphs
 from megatron_cp.attn.hopper.checks import find_gradient_kernels, find_variant
 from megatron_cp.attn.hopper.machine import tile_shape
 from megatron_cp.attn.hopper.worklist import WorkList, backward_work, forward_work
@@ -60,7 +59,6 @@ class BackwardList(NamedTuple):
     in_order: bool
 
 
-@outside_compiled_graphs
 def work_of(
     q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
 ) -> DeviceList:
@@ -70,7 +68,6 @@ def work_of(
     return forward_list(mask, *tile_shape(variant.name), q_QNH.device)
 
 
-@outside_compiled_graphs
 def gradient_work_of(
     q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions, *, adds: bool = False
 ) -> BackwardList:

@@ -1,8 +1,8 @@
 """`attend` of the Hopper kernels as registered operators, so that compiled graphs may hold them.
 
-`torch.ops.megatron_cp.attention_forward` and `attention_backward` have fake and autograd implementations. Making a
-work list is plain Python and breaks the graph before them. A head dim without a backward kernel is refused at the
-call where gradients are needed, never computed by something else.
+`torch.ops.megatron_cp.attention_forward` and `attention_backward` have fake and autograd implementations. Their work
+lists are made before a graph, and `attend` breaks it. A head dim without a backward kernel is refused at the call where
+gradients are needed, never computed by something else.
 """
 
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
