@@ -61,7 +61,7 @@ def stub_the_device() -> None:
     size = gpu.MAX_STREAMS * gpu.COUNTER_BYTES // 4
     counters = share(torch.zeros(size, dtype=torch.int32))
     operators.implement_operators("CPU")
-    hopper_launch.run_on("cpu", gpu.gpu(0))
+    hopper_launch.run_on("cpu", gpu.load_kernel)
     gpu.driver = lambda: driver
     gpu.current_device = lambda: 0
     gpu.num_sms = lambda device: 132

@@ -43,12 +43,12 @@ def host_device(driver: Any = None) -> Iterator[Any]:
         zeros = share(torch.zeros(gpu.MAX_STREAMS * gpu.COUNTER_BYTES // 4, dtype=torch.int32))
         patch.setattr(gpu, "zeroed_counters", lambda _: zeros)
         patch.setattr(self_test, "find_verdict", lambda *_: None)
-        hopper_launch.run_on("cpu", gpu.gpu(0))
+        hopper_launch.run_on("cpu", gpu.load_kernel)
         _forget()
         try:
             yield host
         finally:
-            hopper_launch.run_on("cpu", emulated.Emulator())
+            hopper_launch.run_on("cpu", emulated.load_kernel)
             _forget()
 
 

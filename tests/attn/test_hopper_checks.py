@@ -193,15 +193,15 @@ def test_another_tile_shape_gets_a_list_of_its_own(device):
 
 
 def test_every_stream_has_work_counters_of_its_own(device, monkeypatch):
-    addresses = [gpu.gpu(0).counters(stream).address for stream in (7, 8, 7, 9)]
+    addresses = [gpu.counters(0, stream).address for stream in (7, 8, 7, 9)]
     assert addresses[0] == addresses[2]
     assert len(set(addresses)) == 3
     apart = np.diff(sorted(set(addresses)))
     assert (apart >= 8).all()
     for stream in range(100, 100 + gpu.MAX_STREAMS - 3):
-        gpu.gpu(0).counters(stream)
+        gpu.counters(0, stream)
     with pytest.raises(RuntimeError, match=r"stream 5 is number 257 .* at most 256 .* reuse"):
-        gpu.gpu(0).counters(5)
+        gpu.counters(0, 5)
 
 
 def test_streams_that_begin_together_share_no_counters(device):
@@ -209,7 +209,7 @@ def test_streams_that_begin_together_share_no_counters(device):
 
     def first_use(stream):
         barrier.wait(timeout=HANG_SECONDS)
-        found.append(gpu.gpu(0).counters(stream).address)
+        found.append(gpu.counters(0, stream).address)
 
     threads = [threading.Thread(target=first_use, args=(100 + i,)) for i in range(8)]
     for thread in threads:

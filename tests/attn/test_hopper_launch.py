@@ -78,7 +78,7 @@ def test_every_launch_that_a_graph_records_has_counters_of_its_own(device, monke
     attend(*tensors, mask, backend="hopper")
     monkeypatch.setattr(gpu, "is_capturing", lambda: True)
     monkeypatch.setattr(torch, "zeros", on_cpu)
-    recorded = [gpu.gpu(0).counters(7) for _ in range(2)]  # kept, as a graph keeps its memory
+    recorded = [gpu.counters(0, 7) for _ in range(2)]  # kept, as a graph keeps its memory
     attend(*tensors, mask, backend="hopper")
     assert used[0] == used[1]
     assert len({used[0], used[2], *(pair.address for pair in recorded)}) == 4

@@ -330,13 +330,12 @@ class poisoned_results:  # noqa: N801  reads as a statement
         def poisoned(
             kernel: GpuKernel,
             num_blocks: int,
-            stream: int,
             params: ctypes.Structure,
             memory: Callable[[], Memory] | None = None,
         ) -> None:
             for x in memory().filled.values() if memory else ():
                 x.fill_(float("nan"))
-            launch(kernel, num_blocks, stream, params)
+            launch(kernel, num_blocks, params)
 
         GpuKernel.launch = poisoned
 

@@ -10,7 +10,7 @@ what hardware leaves undefined (docs/emulator.md). Values say nothing about any 
 `Settings` and `running` choose seed, grid and host threads.
 """
 
-from megatron_cp.attn.emulated.machine import Emulator, Settings, running
+from megatron_cp.attn.emulated.machine import Settings, load_kernel, running
 from megatron_cp.attn.hopper import launch
 from megatron_cp.attn.hopper.backend import (
     add_parts_,
@@ -43,5 +43,5 @@ __all__ = [
     "stats_of_result",
 ]
 
-launch.run_on("cpu", Emulator())
+launch.run_on("cpu", load_kernel)
 implement_operators("CPU")

@@ -7,14 +7,14 @@ nothing of a register that was never written.
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.machine import Counters, Memory, tile_shape
+from megatron_cp.attn.hopper.machine import Memory, tile_shape
 from megatron_cp.kernels import build
 from megatron_cp.kernels.emulator import library
 from megatron_cp.kernels.emulator.library import EmulatorError
@@ -74,27 +74,6 @@ def _current() -> Session:
     return _session.get() or Session(Settings())
 
 
-class Emulator:
-    """The emulated machine: one device without streams."""
-
-    def is_current(self) -> AbstractContextManager[object]:
-        """Returns a context of nothing: the CPU is always there."""
-        return nullcontext()
-
-    def stream(self) -> int:
-        """Returns the only stream."""
-        return 0
-
-    def load(self, name: str) -> "EmulatedKernel":
-        """Returns a variant, compiled at its first use."""
-        return EmulatedKernel(build.variants()[name])
-
-    def counters(self, stream: int) -> Counters:
-        """Returns counters of one launch."""
-        pair = torch.zeros(2, dtype=torch.int32)
-        return Counters(pair.data_ptr(), pair)
-
-
 class EmulatedKernel:
     """A variant in the emulator; it is its own `driver`."""
 
@@ -130,7 +109,6 @@ class EmulatedKernel:
     def launch(
         self,
         num_blocks: int,
-        stream: int,
         params: ctypes.Structure,
         memory: Callable[[], Memory] | None = None,
     ) -> None:
@@ -151,12 +129,18 @@ class EmulatedKernel:
             record_history=settings.record_history,
             ranges=tuple(_range(name, x) for name, x in touched.read.items()),
         )
+        pair = (ctypes.c_int32 * 2)()
+        if hasattr(params, "counters"):
+            params.counters = ctypes.addressof(pair)
         session.runs.append(self._kernel.run(params, machine))
         _check_results(touched.filled | touched.changed)
-        address = getattr(params, "counters", None)
-        pair = [0, 0] if address is None else (ctypes.c_int32 * 2).from_address(address)[:]
         if any(pair):
-            raise EmulatorError(f"the kernel left its work counters at {pair}")
+            raise EmulatorError(f"the kernel left its work counters at {pair[:]}")
+
+
+def load_kernel(name: str, device: int) -> EmulatedKernel:
+    """Returns a variant, compiled at its first use, on the one device, which has no streams."""
+    return EmulatedKernel(build.variants()[name])
 
 
 def _check_results(results: dict[str, Tensor]) -> None:

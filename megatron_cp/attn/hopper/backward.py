@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_cp.attn.hopper import gradients
 from megatron_cp.attn.hopper.checks import find_variant
 from megatron_cp.attn.hopper.gradients import BackwardCall, added_to
-from megatron_cp.attn.hopper.launch import launch_rows, machine_of, num_blocks
+from megatron_cp.attn.hopper.launch import kernel_for, launch_rows, num_blocks
 from megatron_cp.attn.hopper.machine import Memory
 from megatron_cp.kernels.params import ADD_FLOATS
 
@@ -75,29 +75,25 @@ def _launch_main(
             return held
         dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (call.k, call.v))
         return dk, dv
-    machine = machine_of(call.q)
-    with machine.is_current():
-        kernel, stream = machine.load(call.kernels.main.name), machine.stream()
-        num_sms = num_blocks(kernel, kernel.num_sms, sm_share)
-        apart = call.of_heads_apart(num_sms)
-        if apart is not None:
-            of_heads = _launch_main(apart, dq_sum, torch.float32, sm_share)
-            sums = call.sums_of_heads(of_heads, dtype)
-            return sums if held is None else added_to(held, sums)
-        heads = call.heads_per_item(num_sms)
-        dk, dv = held or call.room_for_gradients(dtype, heads)
-        params = call.main_params(kernel, (dq_sum, dk, dv), heads, held is not None)
-        pair = machine.counters(stream)
-        params.counters = pair.address
-        blocks = num_blocks(kernel, params.num_tiles * (call.q.shape[1] // heads), sm_share)
+    kernel = kernel_for(call.q, call.kernels.main.name)
+    num_sms = num_blocks(kernel, kernel.num_sms, sm_share)
+    apart = call.of_heads_apart(num_sms)
+    if apart is not None:
+        of_heads = _launch_main(apart, dq_sum, torch.float32, sm_share)
+        sums = call.sums_of_heads(of_heads, dtype)
+        return sums if held is None else added_to(held, sums)
+    heads = call.heads_per_item(num_sms)
+    dk, dv = held or call.room_for_gradients(dtype, heads)
+    params = call.main_params(kernel, (dq_sum, dk, dv), heads, held is not None)
+    num_items = params.num_tiles * (call.q.shape[1] // heads)
 
-        def memory() -> Memory:
-            sums, dkeys = {"dq": dq_sum}, {"dk": dk, "dv": dv}
-            if params.store == ADD_FLOATS:
-                return Memory.of(call.read() | sums, {}, sums | dkeys)
-            return Memory.of(call.read() | sums, dkeys, sums)
+    def memory() -> Memory:
+        sums, dkeys = {"dq": dq_sum}, {"dk": dk, "dv": dv}
+        if params.store == ADD_FLOATS:
+            return Memory.of(call.read() | sums, {}, sums | dkeys)
+        return Memory.of(call.read() | sums, dkeys, sums)
 
-        kernel.launch(blocks, stream, params, memory)
+    kernel.launch(min(num_items, num_sms), params, memory)
     return (dk, dv) if dk.dtype == dtype else (dk.to(dtype), dv.to(dtype))
 
 
@@ -105,22 +101,20 @@ def _launch_dq(call: BackwardCall, dq: Tensor, sm_share: float, *, adds: bool) -
     """Fills `dq` from query tiles, or adds to it, then without softmax_scale."""
     if not call.lists.dq_segs:
         return
-    variant, machine = call.kernels.dq, machine_of(call.q)
+    variant = call.kernels.dq
     assert variant is not None, "the list has query tiles"
-    with machine.is_current():
-        kernel, stream = machine.load(variant.name), machine.stream()
-        params = call.dq_params(kernel, dq)
-        pair = machine.counters(stream)
-        params.counters, params.accumulate = pair.address, adds
-        params.factor = 1.0 if adds else call.scores.softmax_scale
-        params.num_tiles = call.lists.dq_with_keys if adds else call.lists.dq_tiles
-        blocks = num_blocks(kernel, params.num_tiles * call.q.shape[1], sm_share)
+    kernel = kernel_for(call.q, variant.name)
+    params = call.dq_params(kernel, dq)
+    params.accumulate = adds
+    params.factor = 1.0 if adds else call.scores.softmax_scale
+    params.num_tiles = call.lists.dq_with_keys if adds else call.lists.dq_tiles
+    blocks = num_blocks(kernel, params.num_tiles * call.q.shape[1], sm_share)
 
-        def memory() -> Memory:
-            made = {"dq": dq}
-            return Memory(call.read() | made, {}, made) if adds else Memory(call.read(), made, {})
+    def memory() -> Memory:
+        made = {"dq": dq}
+        return Memory(call.read() | made, {}, made) if adds else Memory(call.read(), made, {})
 
-        kernel.launch(blocks, stream, params, memory)
+    kernel.launch(blocks, params, memory)
 
 
 def _postprocess(dq_sum: Tensor, dq: Tensor, dtype: torch.dtype, softmax_scale: float) -> None:

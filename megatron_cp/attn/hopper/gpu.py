@@ -3,16 +3,17 @@
 The host never waits for the device.
 """
 
-import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from megatron_cp.attn.hopper.machine import Counters, Memory, tile_shape
+from megatron_cp.attn.hopper.machine import Memory, tile_shape
 from megatron_cp.device_memory import SharedTensor, share
 from megatron_cp.kernels import build, loading
 from megatron_cp.kernels.driver import Driver, driver
@@ -37,59 +38,51 @@ class GpuKernel:
     def launch(
         self,
         num_blocks: int,
-        stream: int,
         params: ctypes.Structure,
         memory: Callable[[], Memory] | None = None,
     ) -> None:
-        """Launches on a raw stream of the current device, whose memory nobody watches over."""
+        """Launches on the current stream of the kernel's device, whose memory nobody watches over."""
+        if current_device() == self.device:
+            self._launch(num_blocks, params)
+        else:
+            with torch.cuda.device(self.device):
+                self._launch(num_blocks, params)
+
+    def _launch(self, num_blocks: int, params: ctypes.Structure) -> None:
         if not hasattr(_thread, "has_context"):
             self.driver.ensure_context(self.device)
             _thread.has_context = True
+        stream = raw_stream(self.device)
+        if hasattr(params, "counters"):
+            pair = counters(self.device, stream)
+            params.counters = pair.address
         self.driver.launch(
             self.handle, num_blocks, self.num_threads, self.shared_bytes, stream, params
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A CUDA device."""
+class Counters(NamedTuple):
+    """A pair of work counters, zero when the launch begins, and the tensor to keep until then, if any."""
 
-    device: int
-
-    def is_current(self) -> contextlib.AbstractContextManager[object]:
-        """Returns a context in which the device is current."""
-        return _NO_GUARD if current_device() == self.device else torch.cuda.device(self.device)
-
-    def stream(self) -> int:
-        """Returns the current stream of the device as the driver knows it."""
-        return raw_stream(self.device)
-
-    def load(self, name: str) -> GpuKernel:
-        """Returns a variant on the device."""
-        return load_kernel(name, self.device)
-
-    def counters(self, stream: int) -> Counters:
-        """Returns work counters for one launch on a stream: the stream's own, which the last CTA sets to zero again.
-
-        A launch that a CUDA graph records gets a pair in the graph's memory, zeroed by the graph: all graphs are
-        recorded on one stream, and may be replayed side by side.
-        """
-        device = self.device
-        if is_capturing():
-            pair = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
-            return Counters(pair.data_ptr(), pair)
-        address = _counter_of_stream.get((device, stream))
-        if address is None:
-            with _counter_lock:  # another thread may have come first
-                address = _counter_of_stream.get((device, stream)) or _new_counters(device, stream)
-                _counter_of_stream[device, stream] = address
-        return Counters(address, None)
+    address: int
+    memory: Tensor | None
 
 
-@lru_cache(maxsize=64)
-def gpu(device: int) -> Gpu:
-    """Returns the CUDA device of an ordinal."""
-    return Gpu(device)
+def counters(device: int, stream: int) -> Counters:
+    """Returns work counters for one launch on a stream: the stream's own, which the last CTA sets to zero again.
+
+    A launch that a CUDA graph records gets a pair in the graph's memory, zeroed by the graph: all graphs are recorded
+    on one stream, and may be replayed side by side.
+    """
+    if is_capturing():
+        pair = torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+        return Counters(pair.data_ptr(), pair)
+    address = _counter_of_stream.get((device, stream))
+    if address is None:
+        with _counter_lock:  # another thread may have come first
+            address = _counter_of_stream.get((device, stream)) or _new_counters(device, stream)
+            _counter_of_stream[device, stream] = address
+    return Counters(address, None)
 
 
 @lru_cache(maxsize=256)
@@ -129,7 +122,6 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-_NO_GUARD = contextlib.nullcontext()
 _thread = threading.local()
 _counter_lock = threading.Lock()
 _counter_pools: dict[int, SharedTensor] = {}

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_cp.attn.hopper.checks import check_layout, find_variant
 from megatron_cp.attn.hopper.device_lists import DeviceList
-from megatron_cp.attn.hopper.gpu import gpu
-from megatron_cp.attn.hopper.machine import Kernel, Machine, MapEncoder, Memory
+from megatron_cp.attn.hopper.gpu import load_kernel
+from megatron_cp.attn.hopper.machine import Kernel, KernelLoader, MapEncoder, Memory
 from megatron_cp.attn.hopper.scores import Scores
 from megatron_cp.attn.merge import apply_sink
 from megatron_cp.kernels.driver import BFLOAT16, FLOAT16, FLOAT32
@@ -34,18 +34,18 @@ _is_head_by_head: ContextVar[bool] = ContextVar("megatron_cp_head_by_head", defa
 MAX_TENSOR_MAPS = 4096
 BLOCKS_PER_SM = 8  # of kernels that only stream rows
 DTYPE_CODES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
-_machines: dict[str, Callable[[int], Machine]] = {"cuda": gpu}
+_loaders: dict[str, KernelLoader] = {"cuda": load_kernel}
 
 
-def run_on(device_type: str, machine: Machine) -> None:
-    """Lets kernels on tensors of such a device run on a machine."""
-    _machines[device_type] = lambda _: machine
+def run_on(device_type: str, load: KernelLoader) -> None:
+    """Lets tensors of such a device have the kernels that `load` returns."""
+    _loaders[device_type] = load
 
 
-def machine_of(x: Tensor) -> Machine:
-    """Returns where kernels on a tensor run."""
+def kernel_for(x: Tensor, name: str) -> Kernel:
+    """Returns a variant where `x` is."""
     device = x.device
-    return _machines[device.type](device.index or 0)
+    return _loaders[device.type](name, device.index or 0)
 
 
 def num_blocks(kernel: Kernel, num_items: int, sm_share: float) -> int:
@@ -82,21 +82,15 @@ def launch_forward(
     variant = find_variant("forward", q_QNH.dtype, *dims, scores.feature)
     if earlier_QNH is out_QNH:  # results of its own making are in order
         check_layout("out", out_QNH)
-    machine = machine_of(q_QNH)
-    with machine.is_current():
-        kernel, stream = machine.load(variant.name), machine.stream()
-        params = forward_params(kernel, tensors, lists, sink_N, scores, results, earlier_QNH)
-        params.max_logits = max_logits_address(max_logits_N, earlier_QNH)
-        pair = machine.counters(stream)
-        params.counters = pair.address
-        blocks = num_blocks(kernel, params.num_tiles * q_QNH.shape[1], sm_share)
+    kernel = kernel_for(q_QNH, variant.name)
+    params = forward_params(kernel, tensors, lists, sink_N, scores, results, earlier_QNH)
+    params.max_logits = max_logits_address(max_logits_N, earlier_QNH)
+    blocks = num_blocks(kernel, params.num_tiles * q_QNH.shape[1], sm_share)
 
-        def memory() -> Memory:
-            return _forward_memory(
-                tensors, lists, scores, sink_N, results, earlier_QNH, max_logits_N
-            )
+    def memory() -> Memory:
+        return _forward_memory(tensors, lists, scores, sink_N, results, earlier_QNH, max_logits_N)
 
-        kernel.launch(blocks, stream, params, memory)
+    kernel.launch(blocks, params, memory)
 
 
 def _forward_memory(
@@ -133,15 +127,13 @@ def launch_rows(
     params: ctypes.Structure,
     memory: Callable[[], Memory] | None = None,
 ) -> None:
-    """Launches a kernel that gives a warp to every row and head, on the machine of `x`."""
+    """Launches a kernel that gives a warp to every row and head, where `x` is."""
     if not num_items:
         return
-    machine = machine_of(x)
-    with machine.is_current():
-        kernel = machine.load(name)
-        warps = kernel.num_threads // 32
-        blocks = min(-(-num_items // warps), BLOCKS_PER_SM * kernel.num_sms)
-        kernel.launch(blocks, machine.stream(), params, memory)
+    kernel = kernel_for(x, name)
+    warps = kernel.num_threads // 32
+    blocks = min(-(-num_items // warps), BLOCKS_PER_SM * kernel.num_sms)
+    kernel.launch(blocks, params, memory)
 
 
 def forward_params(

@@ -1,11 +1,10 @@
-"""What launches ask of a machine: a GPU behind its driver (gpu.py), or the emulator (attn/emulated/machine.py).
+"""What launches ask of a kernel: on a GPU behind its driver (gpu.py), or in the emulator (attn/emulated/machine.py).
 
 The host code above is one for both, so that what the emulator proves of it holds on a GPU.
 """
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -29,13 +28,6 @@ class Memory(NamedTuple):
         """Returns the memory of tensors some of which are not there."""
         given = [{name: x for name, x in part.items() if x is not None} for part in named]
         return cls(*given)
-
-
-class Counters(NamedTuple):
-    """A pair of work counters, zero when the launch begins, and the tensor to keep until then, if any."""
-
-    address: int
-    memory: Tensor | None
 
 
 class MapEncoder(Protocol):
@@ -82,27 +74,17 @@ class Kernel(Protocol):
     def launch(
         self,
         num_blocks: int,
-        stream: int,
         params: ctypes.Structure,
         memory: Callable[[], Memory] | None = None,
     ) -> None:
-        """Launches on a raw stream. `memory` is asked by a machine that watches over it."""
+        """Launches on the current stream of the kernel's device, with work counters where `params` has them.
+
+        `memory` is asked by a machine that watches over it.
+        """
 
 
-class Machine(Protocol):
-    """Where kernels run."""
-
-    def is_current(self) -> AbstractContextManager[object]:
-        """Returns a context in which the device is the thread's current one."""
-
-    def stream(self) -> int:
-        """Returns the current stream as the driver knows it."""
-
-    def load(self, name: str) -> Kernel:
-        """Returns a variant; its first use by a process may compile it."""
-
-    def counters(self, stream: int) -> Counters:
-        """Returns work counters for one launch on a stream."""
+KernelLoader = Callable[[str, int], Kernel]
+"""Returns a variant on a device of a kind; its first use by a process may compile it."""
 
 
 @lru_cache(maxsize=256)
