@@ -121,7 +121,7 @@ def run_forward(  # noqa: PLR0913  everything the kernel can be asked for
     Raises: ValueError for strides or addresses of `into` that the kernel cannot write.
     """
     launch_forward(
-        all_readable(q_QNH, k_KGH, v_KGH),
+        (q_QNH, k_KGH, v_KGH),
         work_of(q_QNH, v_KGH, mask, options),
         readable_sink(sink_N),
         Scores.of(options),

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_cp.attn.hopper.checks import check_layout, find_variant
+from megatron_cp.attn.hopper.checks import check_layout, find_variant, readable
 from megatron_cp.attn.hopper.device_lists import DeviceList
 from megatron_cp.attn.hopper.gpu import load_kernel
 from megatron_cp.attn.hopper.machine import Kernel, KernelLoader, MapEncoder, Memory
@@ -67,7 +67,7 @@ def launch_forward(
     max_logits_N: Tensor | None = None,
     sm_share: float = 0.0,
 ) -> None:
-    """Fills `results = (out [Q, N, Hv], lse [Q, N])` from (q, k, v) on the current stream of their device.
+    """Fills `results = (out [Q, N, Hv], lse [Q, N])` from (q, k, v) of any strides, on the current stream.
 
     With `earlier`, float32 with the strides of `out` or `out` itself, results are merged onto it and onto what `lse`
     holds, 0 and -inf in rows without keys; without it, `max_logits` (float32, contiguous) is raised to the largest
@@ -83,7 +83,7 @@ def launch_forward(
     if earlier_QNH is out_QNH:  # results of its own making are in order
         check_layout("out", out_QNH)
     kernel = kernel_for(q_QNH, variant.name)
-    params = forward_params(kernel, tensors, lists, sink_N, scores, results, earlier_QNH)
+    params, tensors = forward_params(kernel, tensors, lists, sink_N, scores, results, earlier_QNH)
     params.max_logits = max_logits_address(max_logits_N, earlier_QNH)
     blocks = num_blocks(kernel, params.num_tiles * q_QNH.shape[1], sm_share)
 
@@ -144,8 +144,8 @@ def forward_params(
     scores: Scores,
     results: tuple[Tensor, Tensor],
     earlier_QNH: Tensor | None,
-) -> FwdParams:
-    """Returns the kernel's parameters without counters and largest logits.
+) -> tuple[FwdParams, tuple[Tensor, Tensor, Tensor]]:
+    """Returns the kernel's parameters without counters and largest logits, and the tensors as it reads them.
 
     Where `earlier` is `out` itself, tiles without keys are left out.
     """
@@ -162,9 +162,9 @@ def forward_params(
             *(scores.softmax_scale, scores.softcap, section_bytes()),
         )
     )
-    params.q_map = tensor_map("q", q_QNH, kernel.tile_rows, kernel.driver)
-    params.k_map = tensor_map("k", k_KGH, kernel.tile_keys, kernel.driver)
-    params.v_map = tensor_map("v", v_KGH, kernel.tile_keys, kernel.driver)
+    q_QNH, params.q_map = mapped(q_QNH, kernel.tile_rows, kernel.driver)
+    k_KGH, params.k_map = mapped(k_KGH, kernel.tile_keys, kernel.driver)
+    v_KGH, params.v_map = mapped(v_KGH, kernel.tile_keys, kernel.driver)
     params.tiles = lists.data.data_ptr()
     params.segments = params.tiles + 16 * lists.num_tiles
     params.order = params.segments + 32 * lists.num_segs
@@ -173,7 +173,7 @@ def forward_params(
     params.earlier = None if earlier_QNH is None else earlier_QNH.data_ptr()
     if scores.words is not None:
         params.dropout = scores.dropout()
-    return params
+    return params, (q_QNH, k_KGH, v_KGH)
 
 
 @lru_cache(maxsize=1024)
@@ -256,11 +256,20 @@ def head_by_head() -> Iterator[None]:
         _is_head_by_head.reset(token)
 
 
-def tensor_map(name: str, x: Tensor, box_rows: int, on: MapEncoder) -> TensorMap:
-    """Returns the map of `x` `[rows, heads, columns]` with boxes of 128 bytes of `box_rows` rows.
+def mapped(x: Tensor, box_rows: int, on: MapEncoder) -> tuple[Tensor, TensorMap]:
+    """Returns `x` `[rows, heads, columns]`, copied if the copy engine cannot read it where it lies, and its map.
 
-    Raises: ValueError for a layout that the copy engine cannot read.
+    Boxes are 128 bytes of `box_rows` rows.
     """
+    found = find_map((x.data_ptr(), x.shape, x.stride(), x.dtype, box_rows))
+    if found is None:
+        x = readable(x)
+        found = tensor_map("x", x, box_rows, on)
+    return x, found
+
+
+def tensor_map(name: str, x: Tensor, box_rows: int, on: MapEncoder) -> TensorMap:
+    """Returns the map of `x`, as `mapped`. Raises ValueError for a layout that the copy engine cannot read."""
     strides = x.stride()
     key = (x.data_ptr(), x.shape, strides, x.dtype, box_rows)
     cached = find_map(key)

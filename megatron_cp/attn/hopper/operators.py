@@ -113,7 +113,7 @@ def _run_forward(
 ) -> tuple[Tensor, Tensor]:
     q_QNH, _, v_KGH = tensors
     results = empty_results(q_QNH, v_KGH, q_QNH.dtype)
-    given = (all_readable(*tensors), lists, readable_sink(sink_N), scores)
+    given = (tensors, lists, readable_sink(sink_N), scores)
     launch_forward(*given, results, max_logits_N=max_logits_N)
     return results
 
