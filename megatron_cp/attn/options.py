@@ -7,6 +7,7 @@ Every check is made here, on every rank alike, so that a backend may assume good
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -60,8 +61,11 @@ def resolve_options(
     Raises: ValueError for shapes, dtypes or values that no backend could serve; NotImplementedError for a backend
     that cannot serve this call, naming those that can; RuntimeError for `hopper` by name where it failed its self-test.
     """
-    _check_shapes(q, k, v)
-    _check_dtypes(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    _check_kinds(
+        (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+    )
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     if not math.isfinite(scale):
         raise ValueError(
@@ -86,8 +90,21 @@ def resolve_options(
 
         built = emulated_checks.check_supported(q, v, scale, asked.feature(), is_differentiated)
     wide = None if built == dims else built
+    return _options(scale, float(softcap), backend, deterministic, wide, float(dropout_p))
+
+
+@lru_cache(maxsize=256)
+def _options(
+    softmax_scale: float,
+    softcap: float,
+    backend: str,
+    deterministic: bool,
+    wide_dims: tuple[int, int] | None,
+    dropout_p: float,
+) -> AttendOptions:
+    """Returns the settings of all calls alike."""
     return AttendOptions(
-        scale, float(softcap), backend, deterministic, wide_dims=wide, dropout_p=float(dropout_p)
+        softmax_scale, softcap, backend, deterministic, wide_dims=wide_dims, dropout_p=dropout_p
     )
 
 
@@ -139,23 +156,37 @@ def check_tensor(name: str, x: object) -> None:
         )
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
-        if tensor.dim() != 3:
+@lru_cache(maxsize=256)  # what is refused raises, and is asked again
+def _check_kinds(
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+) -> None:
+    """Raises ValueError for q, k and v that do not belong together, or that no backend serves."""
+    _check_shapes(*shapes)
+    _check_dtypes(*dtypes)
+    if len(set(devices)) > 1:
+        raise ValueError(
+            f"devices of q, k, v = {', '.join(map(str, devices))} must be equal; move them to one device"
+        )
+
+
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    for name, shape in (("q", q), ("k", k), ("v", v)):
+        if len(shape) != 3:
             raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} must be [rows, heads, head_dim]; "
+                f"{name} of shape {tuple(shape)} must be [rows, heads, head_dim]; "
                 "fold the batch into the rows and block-diagonally into the mask"
             )
-    (_, num_heads, head_dim), (num_keys, num_kv_heads, k_dim), v_shape = q.shape, k.shape, v.shape
-    if (num_keys, num_kv_heads) != v_shape[:2]:
+    (_, num_heads, head_dim), (num_keys, num_kv_heads, k_dim) = q, k
+    if (num_keys, num_kv_heads) != v[:2]:
         raise ValueError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in rows and heads; "
+            f"k {tuple(k)} and v {tuple(v)} must agree in rows and heads; "
             "pass keys and values of the same tokens"
         )
-    if head_dim != k_dim or head_dim < 1 or v_shape[2] < 1:
+    if head_dim != k_dim or head_dim < 1 or v[2] < 1:
         raise ValueError(
-            f"head_dim of q={head_dim} must equal that of k={k_dim} and be positive, as that of v={v_shape[2]}; "
+            f"head_dim of q={head_dim} must equal that of k={k_dim} and be positive, as that of v={v[2]}; "
             "only v may differ"
         )
     if num_kv_heads < 1 or num_heads % num_kv_heads or num_heads < 1:
@@ -165,18 +196,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if not q.dtype == k.dtype == v.dtype:
+def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
+    if not q == k == v:
         raise ValueError(
-            f"dtypes of q, k, v = {q.dtype}, {k.dtype}, {v.dtype} must be equal; cast them to one of them"
+            f"dtypes of q, k, v = {q}, {k}, {v} must be equal; cast them to one of them"
         )
-    if q.dtype not in DTYPES:
+    if q not in DTYPES:
         allowed = ", ".join(str(dtype) for dtype in DTYPES)
-        raise ValueError(f"dtype={q.dtype} must be one of {allowed}; cast q, k and v")
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"devices of q, k, v = {q.device}, {k.device}, {v.device} must be equal; move them to one device"
-        )
+        raise ValueError(f"dtype={q} must be one of {allowed}; cast q, k and v")
 
 
 def _check_backend(backend: str, q: Tensor, asked: choice.Asked) -> None:

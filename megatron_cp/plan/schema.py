@@ -281,9 +281,9 @@ class PlanData:
         """Returns the tokens of each rank on one side: int64 `[cp_size, rows]`."""
         return self.global_from_local if side == "q" or self.key_tokens is None else self.key_tokens
 
-    @property
+    @cached_property
     def own_rows(self) -> OwnRows:
-        """Returns how many rows of each side every rank owns."""
+        """How many rows of each side every rank owns."""
         queries, keys = (self.tokens_of(side).shape[1] for side in SIDES)
         return OwnRows(queries, keys, are_same=self.key_tokens is None)
 
