@@ -30,10 +30,10 @@ def first_derivative_only(
         @functools.wraps(backward)
         def guarded(ctx: Any, *grads: Tensor | None) -> Gradients:
             saved: Saved = ctx.saved_tensors
+            if not torch.is_grad_enabled():
+                return backward(ctx, saved, *grads)
             with torch.no_grad():
                 results = backward(ctx, saved, *grads)
-            if not torch.is_grad_enabled():
-                return results
             causes = [x for x in (*grads, *saved) if x is not None and x.requires_grad]
             found = [x for x in results if x is not None]
             if not causes or not found:

@@ -8,7 +8,7 @@ columns earlier since: right there, not timed).
 # R rows, N query heads, Hv value head dim
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from megatron_cp.kernels import build
 from megatron_cp.kernels.params import AddRowsParams, Joins, MergeRowsParams
 
 MERGE, ADD = "merge_rows", "add_rows"
+Layout = tuple[torch.Size, tuple[int, ...]]
+"""Shape and strides."""
 
 
 def merge_parts_(
@@ -45,10 +47,8 @@ def merge_params(
 
     Raises ValueError for rows that are not float32 in pairs of elements.
     """
-    for name, x in (("out", out), ("part_out", part_out)):
-        is_in_pairs = not any(size % 2 for size in (*x.stride()[:2], x.shape[2]))
-        layout = "have an even width, last stride 1 and other strides of whole pairs"
-        _check(name, x, is_in_pairs, layout)
+    _check_pairs("out", out.shape, out.stride(), out.dtype)
+    _check_pairs("part_out", part_out.shape, part_out.stride(), part_out.dtype)
     joins = _joins(by_row, part_out.shape[0])
     num_heads, width = part_out.shape[1:]
     params = MergeRowsParams(
@@ -72,25 +72,35 @@ def add_params(total: Tensor, part: Tensor, by_row: ByRow) -> tuple[AddRowsParam
 
     Raises ValueError for rows that are not float32 or have gaps between columns.
     """
-    is_dense = _has_dense_rows(total) and _has_dense_rows(part)
-    for name, x in (("total", total), ("part", part)):
-        _check(name, x, is_dense or x.dim() == 3, "be [rows, heads, columns] with last stride 1")
-    strides: tuple[int, ...]
-    if is_dense:  # all heads side by side, as one
-        num_heads, width = 1, total.shape[1:].numel()
-        strides = (total.stride(0), width, part.stride(0), width)
-    else:
-        num_heads, width = total.shape[1:]
-        strides = (*total.stride()[:2], *part.stride()[:2])
+    of_total, of_part = (total.shape, total.stride()), (part.shape, part.stride())
+    strides, num_heads, width = _layout_of_sums(of_total, of_part, (total.dtype, part.dtype))
     joins = _joins(by_row, part.shape[0])
     params = AddRowsParams(joins, total.data_ptr(), part.data_ptr(), *strides, num_heads, width)
     return params, joins.num_rows * num_heads * -(-width // _columns_of_a_warp())
 
 
-def _has_dense_rows(x: Tensor) -> bool:
+@lru_cache(maxsize=1024)  # what is refused raises, and is asked again
+def _layout_of_sums(
+    total: Layout, part: Layout, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[tuple[int, ...], int, int]:
+    """Returns the strides of rows and heads of both, the number of heads and their width, for the kernel."""
+    is_dense = _has_dense_rows(*total) and _has_dense_rows(*part)
+    for name, (shape, strides), dtype in zip(("total", "part"), (total, part), dtypes, strict=True):
+        is_laid_out = is_dense or len(shape) == 3
+        _check(
+            name, shape, strides, dtype, is_laid_out, "be [rows, heads, columns] with last stride 1"
+        )
+    (shape, of_total), (_, of_part) = total, part
+    if is_dense:  # all heads side by side, as one
+        width = shape[1:].numel()
+        return (of_total[0], width, of_part[0], width), 1, width
+    return (*of_total[:2], *of_part[:2]), *shape[1:]
+
+
+def _has_dense_rows(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     """Returns whether the elements of each row lie side by side, in order."""
     step = 1
-    for size, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
+    for size, stride in zip(shape[:0:-1], strides[:0:-1], strict=True):
         if stride != step and size != 1:
             return False
         step *= size
@@ -109,11 +119,28 @@ def _columns_of_a_warp() -> int:
     return int(build.variants()[ADD].value("MCP_COLUMNS"))
 
 
-def _check(name: str, x: Tensor, is_laid_out: bool, layout: str) -> None:
+@lru_cache(maxsize=1024)  # as above
+def _check_pairs(
+    name: str, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Raises ValueError for rows `[rows, heads, columns]` that are not float32 in pairs of elements."""
+    is_in_pairs = not any(size % 2 for size in (*strides[:2], shape[2]))
+    layout = "have an even width, last stride 1 and other strides of whole pairs"
+    _check(name, shape, strides, dtype, is_in_pairs, layout)
+
+
+def _check(
+    name: str,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    is_laid_out: bool,
+    layout: str,
+) -> None:
     """Raises ValueError for other types than float32, columns with gaps, or another layout than told."""
-    if x.dtype != torch.float32:
-        raise ValueError(f"{name} of {x.dtype} must be torch.float32; call {name}.float()")
-    if not is_laid_out or x.stride(-1) != 1:
+    if dtype != torch.float32:
+        raise ValueError(f"{name} of {dtype} must be torch.float32; call {name}.float()")
+    if not is_laid_out or strides[-1] != 1:
         raise ValueError(
-            f"{name} {tuple(x.shape)} of strides {x.stride()} must {layout}; call {name}.contiguous()"
+            f"{name} {tuple(shape)} of strides {strides} must {layout}; call {name}.contiguous()"
         )
