@@ -28,7 +28,7 @@ from megatron_cp.attn.hopper.verdicts import Verdict, kept_verdict
 from megatron_cp.kernels import build
 from megatron_cp.kernels.driver import driver
 
-TEST_VERSION = 6  # of the cases in judge.py and of the launches: verdicts of others are not asked
+TEST_VERSION = 7  # of the cases in judge.py and of the launches: verdicts of others are not asked
 
 _is_skipped: ContextVar[bool] = ContextVar("megatron_cp_self_test_is_skipped", default=False)
 _verdicts: dict[tuple[Kind, torch.device], Verdict] = {}
