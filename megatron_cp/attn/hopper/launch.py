@@ -1,7 +1,7 @@
-"""From tensors to a launch, on the machine of their device.
+"""From tensors to a launch, where they are.
 
 What a call needs besides its tensors is looked up, and found after the first time: kernels by variant and
-device, tensor maps by address, shape and strides, counters by stream.
+device, parameters but for addresses by shapes and options, tensor maps by address, shape and strides.
 """
 
 import contextlib
