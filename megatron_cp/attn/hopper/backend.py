@@ -149,7 +149,7 @@ def backward(  # noqa: PLR0913  what the pass needs, and how its results are sto
     `lse` and `delta` are those of the result merged over all keys; `stats` what `row_stats` makes of them, if known.
     """
     rows = (dout_QNH, lse_QN, delta_QN, stats)
-    call = _backward_call(rows, (q_QNH, k_KGH, v_KGH), mask, options, adds=False)
+    call = _backward_call(rows, (q_QNH, k_KGH, v_KGH), mask, options)
     return launch_backward(call, float_grads=not rounded, sm_share=options.sm_share)
 
 
@@ -168,7 +168,7 @@ def backward_onto_(  # noqa: PLR0913  as backward, and what to add to
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `(dq, dk, dv)` in float32, `dq` still without softmax_scale; added to those that are given."""
     rows = (dout_QNH, lse_QN, delta_QN, stats)
-    call = _backward_call(rows, (q_QNH, k_KGH, v_KGH), mask, options, adds=True)
+    call = _backward_call(rows, (q_QNH, k_KGH, v_KGH), mask, options)
     dq = q_QNH.new_zeros(q_QNH.shape, dtype=torch.float32) if dq_QNH is None else dq_QNH
     return dq, *add_gradients_(call, dq, dkeys, sm_share=options.sm_share)
 
@@ -185,12 +185,10 @@ def _backward_call(
     tensors: tuple[Tensor, Tensor, Tensor],
     mask: AttentionMask,
     options: AttendOptions,
-    *,
-    adds: bool,
 ) -> BackwardCall:
-    """`rows`: dout, lse, delta and what is known of both; `tensors`: q, k and v; `adds`: to gradients that are held."""
+    """`rows`: dout, lse, delta and what is known of both; `tensors`: q, k and v."""
     (dout, lse, delta, stats), (q, _, v) = rows, tensors
-    lists = gradient_work_of(q, v, mask, options, adds=adds)
+    lists = gradient_work_of(q, v, mask, options)
     dout = readable(dout if dout.dtype == q.dtype else dout.to(q.dtype))
     if stats is None:
         stats = row_stats(dout, lse, delta) if lists.num_segs else empty_stats(lse)

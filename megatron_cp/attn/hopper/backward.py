@@ -2,11 +2,11 @@
 
 out, dout, lse, dlse -> preprocess -> delta, lse in base 2     [4, N, rows]: what each row's scores need
 
-head dims up to 192, in most variants (`find_gradient_kernels`):
+most variants (`find_gradient_kernels`):
 q, k, v, dout, delta, lse -> main -> dk, dv; dq as a float sum that key tiles add to, in any order
 dq sum -> postprocess -> dq                                    scaled, in the type asked for
 
-all others, `deterministic`, and where rows have few keys (device_lists.py):
+all others, and `deterministic`:
 q, k, v, dout, delta, lse -> main -> dk, dv
 q, k, v, dout, delta, lse -> dq                                from query tiles, added to by no one else
 """

@@ -20,11 +20,6 @@ from megatron_cp.attn.hopper.worklist import WorkList, backward_work, forward_wo
 from megatron_cp.attn.options import AttendOptions
 from megatron_cp.mask import AttentionMask
 
-# Where rows have few keys the deterministic mode is the faster one: a float sum of dq costs by the row, the two more
-# products of a kernel for dq alone by the pair. It took .90 of the time at 468 keys a row (packed documents) and 1.07
-# at 961 (a window), both with 8K rows, 64:8 heads of 128 (H100, 2026-11-23; never timed since).
-FEW_KEYS, ROWS_OF_FEW, KV_HEADS_OF_FEW, DIM_OF_FEW = 512, 8192, 8, 128
-
 
 class DeviceList(NamedTuple):
     """A forward work list as one int32 tensor: tiles `[num_tiles, 4]`, segments `[num_segs, 8]`, order.
@@ -69,30 +64,14 @@ def work_of(
 
 
 def gradient_work_of(
-    q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions, *, adds: bool = False
+    q_QNH: Tensor, v_KGH: Tensor, mask: AttentionMask, options: AttendOptions
 ) -> BackwardList:
-    """Returns the work of the kernels that make the gradients of such a call; `adds`: to those of earlier stages."""
-    kind = (q_QNH.dtype, q_QNH.shape[-1], v_KGH.shape[-1], _feature(options))
-    in_order = options.deterministic or (
-        not adds and _has_few_keys(mask, v_KGH.shape[1], *kind[1:])
-    )
-    kernels = find_gradient_kernels(*kind, in_order)
+    """Returns the work of the kernels that make the gradients of such a call."""
+    dims, in_order = (q_QNH.shape[-1], v_KGH.shape[-1]), options.deterministic
+    kernels = find_gradient_kernels(q_QNH.dtype, *dims, _feature(options), in_order)
     dq_tile = None if kernels.dq is None else tile_shape(kernels.dq.name)
     tile = tile_shape(kernels.main.name)
     return backward_list(mask, tile, dq_tile, q_QNH.device, in_order=in_order)
-
-
-def _has_few_keys(
-    mask: AttentionMask, num_kv_heads: int, head_dim: int, value_dim: int, feature: Feature
-) -> bool:
-    """Returns whether the deterministic mode is the faster one, so far as it was measured; stages add to sums."""
-    num_rows = mask.num_queries
-    return (
-        head_dim == value_dim == DIM_OF_FEW
-        and not feature
-        and mask.area() < FEW_KEYS * num_rows
-        and num_rows * min(num_kv_heads, KV_HEADS_OF_FEW) >= ROWS_OF_FEW * KV_HEADS_OF_FEW
-    )
 
 
 def _feature(options: AttendOptions) -> Feature:
