@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from megatron_cp import mask as masks
-from megatron_cp.attn import attend, attend_backward, resolve_options
+from megatron_cp.attn import (
+    attend,
+    attend_backward,
+    attend_backward_onto_,
+    dq_factor,
+    resolve_options,
+)
 from megatron_cp.attn.emulated.backend import Settings, running
 from megatron_cp.attn.hopper import gradients
 from megatron_cp.attn.hopper.checks import feature_of_variant
@@ -209,6 +215,26 @@ def test_gradients_of_a_part_of_the_keys_come_in_float32():
     dq = parts[0][0] + parts[1][0]
     dk, dv = (torch.cat([part[i] for part in parts]) for i in (1, 2))
     for got, exact in ((dq, whole.dq), (dk, whole.dk), (dv, whole.dv)):
+        assert (got - exact).norm() <= 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("head_dims", [(128, 128), (192, 128), (192, 192)], ids=str)
+def test_a_stage_adds_to_the_gradients_of_keys_of_the_stage_before(head_dims):
+    inputs, arguments = random_case(200, 300, (2, 1), head_dims, torch.bfloat16)
+    slices, dout = ((0, 150, 0, 300, None, 90), (170, 200, 61, 220, None, None)), arguments["dout"]
+    whole = exact_attention(*inputs, dense_mask(200, 300, slices), dout=dout)
+    lse, delta = whole.lse.float(), (whole.out * dout.double()).sum(dim=-1).float()
+    mask, options = (
+        masks.from_slices(200, 300, slices),
+        resolve_options(*inputs, backend="emulated"),
+    )
+    (q, k, v), held, dqs = inputs, None, []
+    for a, b in ((0, 131), (131, 200)):
+        rows = (dout[a:b], q[a:b], k, v, lse[a:b], delta[a:b], mask.crop(q=(a, b)), options)
+        dq, *held = attend_backward_onto_(None, held, *rows)
+        dqs.append(dq * dq_factor(options))
+    for got, exact in zip((torch.cat(dqs), *held), (whole.dq, whole.dk, whole.dv), strict=True):
+        assert got.dtype == torch.float32
         assert (got - exact).norm() <= 0.01 * exact.norm()
 
 
