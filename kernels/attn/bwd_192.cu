@@ -1,4 +1,4 @@
-// One variant of the kernel for all gradients of head dim 192; variants.json gives the MCP_*
+// One variant of the kernel for all gradients of head dims 192 and 256; variants.json gives the MCP_*
 // values, one cubin each.
 #include "bwd_192_sm90.cuh"
 

@@ -1,7 +1,8 @@
-// Attention backward for Hopper, head dim 192: all three gradients from tiles of 96 keys, five
-// products where bwd_wide_sm90.cuh and bwd_dq_sm90.cuh take seven. As in the first of them both
-// consumers work on all keys of the tile, and each owns one gradient. The gradients are transposed
-// (rows are their columns, and columns are keys), as 96 keys are no multiple of a product's 64 rows:
+// Attention backward for Hopper, head dims 192 and 256: all three gradients from tiles of 96 or 80
+// keys, five products where bwd_wide_sm90.cuh and bwd_dq_sm90.cuh take seven. As in the first of them
+// both consumers work on all keys of the tile, and each owns one gradient. So many keys are no
+// multiple of a product's 64 rows, and gradients are transposed: rows are their columns, and columns
+// are keys.
 //
 //     values   S = Q K'     P = exp2(S - lse)       dV' += dO' P
 //     keys     dP = dO V'   dS = P (dP - delta)     dK' += Q' dS     dQ = dS K
@@ -10,7 +11,8 @@
 // P is written twice: in the inputs' type for dV', and in fp16, from which keys make dS in its place,
 // so that dS is rounded once as good as where P stays in registers. Both lie as [keys, queries]. For
 // dQ, dS is operand A in registers. Nobody meets: values may be a tile ahead.
-// Before P was written twice, this ran on an H200 (benchmarks/results/h200_second_2026-11-27.md).
+// Before P was written twice, this ran on an H200 at 192 (h200_second_2026-11-27.md). At 256 it never
+// ran.
 #pragma once
 
 #include <mcp/fragment.cuh>

@@ -2,7 +2,7 @@
 // tile of queries, and the key tiles that they see pass by. Beside bwd_sm90.cuh or
 // bwd_wide_sm90.cuh, which make dk and dv, this computes the scores and their gradients a second
 // time, seven products for five. It is taken where the same bits are asked for in every run, and
-// where the sums of dq would be what everything waits for (head dim 256).
+// where no kernel adds dq up.
 //
 //     producer    q dout | k0 v0 k1 v1 ...                        TMA, rings of stages
 //     consumers   S = Q K'   dP = dO V'                           64 query rows each
