@@ -83,7 +83,6 @@ struct BwdTraits {
     static constexpr int kBlockM = kBlockM_;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kStages = kStages_;
-    static constexpr int kDoutStages = kStages;
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr bool kDropout = kDropout_;
     static constexpr bool kAddsDq = kAddsDq_;
@@ -138,7 +137,6 @@ struct BwdWideTraits {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64;
     static constexpr int kStages = kStages_;
-    static constexpr int kDoutStages = kStages;
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
@@ -168,53 +166,67 @@ struct BwdWideTraits {
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
-// All three gradients for head dims 192 and 256: tiles of 96 or 80 keys and 64 queries. One makes the
-// probabilities and dv, the other the gradients of the scores, dk and dq.
-template <class T_, int kHeadDim_, int kValueDim_, int kBlockN_, int kStages_, int kDoutStages_>
-struct Bwd192Traits {
+// All three gradients for head dim 192, where consumers have different work: tiles of 64
+// queries. kDsStages: of the gradients of the scores.
+template <class T_,
+          int kHeadDim_,
+          int kValueDim_,
+          int kBlockN_,
+          int kStages_,
+          int kDsStages_,
+          int kScoreConsumers_>
+struct BwdRolesTraits {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kValueDim = kValueDim_;
-    static constexpr int kConsumers = 2;
+    static constexpr int kScoreConsumers = kScoreConsumers_;  // these make the probabilities
+    static constexpr int kConsumers = kScoreConsumers + 1;
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = kBlockN_;
-    static constexpr int kStages = kStages_;  // of q
-    static constexpr int kDoutStages = kDoutStages_;
-    static constexpr int kPartsAhead = kHeadDim <= 192 ? kBlockN / 16 : 3;
-    static constexpr int kWeightStages = kValueDim <= 128 ? 2 : 1;
+    static constexpr int kStages = kStages_;
+    static constexpr int kDsStages = kDsStages_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
+
+    // Register pool per lane: 3 x 168 = 24 + 2 x 240, or 4 x 128 > 24 + 2 x 120 + 240.
     static constexpr int kProducerRegisters = 24;
+    static constexpr int kScoreRegisters = kConsumers == 2 ? 240 : 120;
     static constexpr int kConsumerRegisters = 240;
+    static_assert(kConsumers == 2 || kConsumers == 3, "register pools are computed for 2 and 3");
 
     static_assert(kHeadDim % 64 == 0 && kValueDim % 64 == 0, "panels are not padded");
     static constexpr int kKeyBytes = kBlockN * kHeadDim * 2;
     static constexpr int kValueBytes = kBlockN * kValueDim * 2;
     static constexpr int kQueryBytes = kBlockM * kHeadDim * 2;
     static constexpr int kDoutBytes = kBlockM * kValueDim * 2;
-    static constexpr int kScoreBytes = kBlockM * kBlockN * 2;  // of probabilities, weights or ds
+    static constexpr int kScoreBytes = kBlockM * kBlockN * 2;  // of probabilities, or of ds
     static constexpr int kDqColumns = 64;
-    static constexpr int kDqStages = kHeadDim <= 192 ? 2 : 1;
+    static constexpr int kDqStages = 2;
     static constexpr int kDqBytes = kBlockM * kDqColumns * 4;
     static constexpr int kRowStatBytes = kBlockM * 4;
 
-    // Shared memory: [align to 1024] k | v | q stages | dout stages | probabilities | weight stages |
+    // Shared memory: [align to 1024] k | v | q stages | dout stages | probabilities | ds stages |
     // dq rooms | lse | delta | mailbox | barriers.
     static constexpr int kKeysAt = 0;
     static constexpr int kValuesAt = kKeysAt + kKeyBytes;
     static constexpr int kQueriesAt = kValuesAt + kValueBytes;
     static constexpr int kDoutAt = kQueriesAt + kStages * kQueryBytes;
-    static constexpr int kProbsAt = kDoutAt + kDoutStages * kDoutBytes;
-    static constexpr int kWeightsAt = kProbsAt + kScoreBytes;
-    static constexpr int kDqAt = kWeightsAt + kWeightStages * kScoreBytes;
+    static constexpr int kProbsAt = kDoutAt + kStages * kDoutBytes;
+    static constexpr int kDsAt = kProbsAt + kScoreBytes;
+    static constexpr int kDqAt = kDsAt + kDsStages * kScoreBytes;
     static constexpr int kLseAt = kDqAt + kDqStages * kDqBytes;
     static constexpr int kDeltaAt = kLseAt + kStages * kRowStatBytes;
-    static constexpr int kMailboxAt = kDeltaAt + kDoutStages * kRowStatBytes;
+    static constexpr int kMailboxAt = kDeltaAt + kStages * kRowStatBytes;
     static constexpr int kBarriersAt = kMailboxAt + 32;
     static constexpr int kNumBarriers =
-        2 * (1 + 1 + 1 + kStages + kDoutStages + kWeightStages + kDqStages) + 1;
+        2 * (1 + 1 + 1 + 2 * kStages + kDsStages + kDqStages) + 1;
     static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
+
+// Head dim 192: one consumer makes the probabilities and dv, the other ds, dk and dq.
+template <class T, int kHeadDim, int kValueDim, int kStages>
+using Bwd192Traits =
+    BwdRolesTraits<T, kHeadDim, kValueDim, 96, kStages, kValueDim <= 128 ? 2 : 1, 1>;
 
 // dq alone: tiles of 128 queries, 64 per consumer, past which tiles of kBlockN keys go.
 template <class T_,
