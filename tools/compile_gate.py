@@ -11,7 +11,7 @@ serialises matrix products (C75xx) or ignores setmaxnreg; no HGMMA or TMA instru
 shared memory than it can have; a matrix descriptor holds another constant than the ISA asks for; an operand in
 registers is defined between fence and product; the parameter's size is not that of its mirror in Python; an
 instruction that orders memory was lost or added; the cubin's ELF ABI is not that of its compiler. Which branch an
-instruction belongs to is found by walking the control flow from the two USETMAXREG instructions. Needs nvdisasm
+instruction belongs to is found by walking the control flow from the USETMAXREG instructions. Needs nvdisasm
 (PATH, or the package nvidia-cuda-nvdisasm of the dev extra), and NVRTC or nvcc. Nothing is run on a GPU.
 """
 

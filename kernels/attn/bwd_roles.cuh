@@ -1,8 +1,8 @@
-// What a backward kernel has whose consumers have different work (bwd_192_sm90.cuh): the last one
-// makes dq, the ones before it make the probabilities. Scores are [queries, keys]; probabilities
-// and the gradients of scores go through shared memory as [keys, queries]; gradients are transposed
-// (rows are their columns, and columns are keys), as the keys of a tile are no multiple of a
-// product's 64 rows.
+// What the backward kernels have whose consumers have different work (bwd_64_sm90.cuh,
+// bwd_192_sm90.cuh): the last one makes dq, the ones before it make the probabilities. Scores are
+// [queries, keys]; probabilities and the gradients of scores go through shared memory as [keys,
+// queries]; gradients are transposed (rows are their columns, and columns are keys), as the keys of
+// a tile are no multiple of a product's 64 rows.
 #pragma once
 
 #include <mcp/fragment.cuh>

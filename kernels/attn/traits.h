@@ -166,7 +166,7 @@ struct BwdWideTraits {
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
-// All three gradients for head dim 192, where consumers have different work: tiles of 64
+// All three gradients for head dims 64 and 192, where consumers have different work: tiles of 64
 // queries. kDsStages: of the gradients of the scores.
 template <class T_,
           int kHeadDim_,
@@ -227,6 +227,10 @@ struct BwdRolesTraits {
 template <class T, int kHeadDim, int kValueDim, int kStages>
 using Bwd192Traits =
     BwdRolesTraits<T, kHeadDim, kValueDim, 96, kStages, kValueDim <= 128 ? 2 : 1, 1>;
+
+// Head dim 64: two consumers make the probabilities and ds, a third one all gradients.
+template <class T, int kStages>
+using Bwd64Traits = BwdRolesTraits<T, 64, 64, 160, kStages, 1, 2>;
 
 // dq alone: tiles of 128 queries, 64 per consumer, past which tiles of kBlockN keys go.
 template <class T_,

@@ -149,11 +149,65 @@ BACKWARD = {
         "ptx::named_barrier_sync<kWarpgroupSize>(1);",
         "through the generic proxy",
     ),
-    "dq of 192 written before it is given back": (
+    "dq of 64 and 192 written before it is given back": (
         "attn/bwd_roles.cuh",
         "shared.dq_ring.wait_empty(dq_at);",
         "",
         "which a bulk store of thread .* may still read",
+    ),
+    "probabilities of 64 read before they are written": (
+        "attn/bwd_64_sm90.cuh",
+        "shared.prob_ring.wait_full(probs_at);",
+        "",
+        "was written by thread|nobody has written|generic proxy",
+    ),
+    "probabilities of 64 written over what dv still reads": (
+        "attn/bwd_64_sm90.cuh",
+        "shared.prob_ring.wait_empty(probs_at);",
+        "",
+        "may still read|was (read|written) by thread|nobody has written",
+    ),
+    "gradients of scores of 64 read before they are written": (
+        "attn/bwd_64_sm90.cuh",
+        "shared.ds_ring.wait_full(ds_at);",
+        "",
+        "was written by thread|nobody has written|generic proxy",
+    ),
+    "gradients of scores of 64 written over what dk still reads": (
+        "attn/bwd_64_sm90.cuh",
+        "shared.ds_ring.wait_empty(ds_at);",
+        "",
+        "may still read|was (read|written) by thread|nobody has written",
+    ),
+    "dq of 64 handed over before it is done": (
+        "attn/bwd_64_sm90.cuh",
+        "ptx::wgmma_wait<1>();\n        ptx::wgmma_pin(dq);",
+        "ptx::wgmma_wait<2>();\n        ptx::wgmma_pin(dq);",
+        "an accumulator read before wgmma.wait_group",
+    ),
+    "dout of 64 released before dv is done": (
+        "attn/bwd_64_sm90.cuh",
+        "ptx::wgmma_wait<2>();",
+        "",
+        "which a wgmma of warpgroup . may still read",
+    ),
+    "queries of 64 released before dk is done": (
+        "attn/bwd_64_sm90.cuh",
+        "ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(dk[0]);\n        this->release(shared.query_ring, at);",
+        "this->release(shared.query_ring, at);\n        ptx::wgmma_wait<0>();",
+        "which a wgmma of warpgroup . may still read",
+    ),
+    "registers of 64 asked for that the launch has already given": (
+        "attn/bwd_64_sm90.cuh",
+        "set_max_registers_down<Traits::kScoreRegisters>",
+        "set_max_registers_up<Traits::kScoreRegisters>",
+        "inc to 120 registers, but the warp has 128",
+    ),
+    "scores and gradients handed over without proxy fence": (
+        "attn/bwd_roles.cuh",
+        "ptx::fence_proxy_async();\n        ptx::mbarrier_arrive(ring.full(stage));",
+        "ptx::mbarrier_arrive(ring.full(stage));",
+        "through the generic proxy",
     ),
     "keys of dq alone released while they are multiplied": (
         "attn/bwd_dq_sm90.cuh",

@@ -64,7 +64,11 @@ def test_every_variant_differentiates_all_kinds_of_slices_in_one_call(variant):
 
 @pytest.mark.parametrize(
     ("dim", "lengths"),
-    [(64, (1, 127, 128, 129)), (192, (1, 63, 95, 96, 97, 193)), (256, (1, 79, 80, 81, 161))],
+    [
+        (64, (1, 63, 64, 65, 79, 81, 159, 160, 161, 321)),
+        (192, (1, 63, 95, 96, 97, 193)),
+        (256, (1, 79, 80, 81, 161)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("hi", [0, None])
@@ -100,6 +104,7 @@ def test_random_slices_under_random_asynchrony(case, heads, dtype, kernel, deter
 @pytest.mark.parametrize(
     "variant",
     [
+        "bwd_bf16_64",
         "bwd_bf16_128",
         "bwd_bf16_192_128",
         "bwd_dkdv_bf16_192_128_softcap",
@@ -182,7 +187,7 @@ def test_the_deterministic_mode_gives_the_same_bits_under_every_seed_and_grid(he
         assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True)), f"seed {seed}"
 
 
-@pytest.mark.parametrize("head_dim", [128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_gradients_of_keys_have_the_same_bits_under_every_seed_and_grid(head_dim):
     mask = masks.from_slices(300, 300, MIXED)
     inputs, arguments = random_case(300, 300, (2, 2), (head_dim, head_dim), torch.bfloat16)

@@ -113,7 +113,7 @@ def test_a_careless_change_of_the_forward_kernel_is_found(mutation, tmp_path, mo
 def test_a_careless_change_of_the_backward_kernel_is_found(mutation, tmp_path, monkeypatch):
     _break(mutation, tmp_path, monkeypatch)
     alone = "bwd_wide" in mutation[0] or "bwd_dq" in mutation[0]
-    head_dims = {"bwd_roles": (192, 192), "bwd_192": (192, 192)}
+    head_dims = {"bwd_roles": (64, 64), "bwd_64": (64, 64), "bwd_192": (192, 192)}
     named = (dims for file, dims in head_dims.items() if file in mutation[0])
     dims = next(named, (192, 128) if alone else (128, 128))
     inputs, _ = random_case(300, 200, (2, 1), dims, torch.bfloat16)

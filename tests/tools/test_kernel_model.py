@@ -231,6 +231,21 @@ def test_full_and_masked_tiles_are_two_ways_round_one_loop():
     assert made.masked_utilisation == pytest.approx(1.25 / 84, abs=0.001)
 
 
+def test_where_the_last_consumer_has_a_loop_of_its_own_the_others_run_that_of_the_scores():
+    gradients = (
+        ".L_own", _product(columns=64), "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P0 BRA `(.L_own)",
+    )  # fmt: skip
+    scores = (
+        ".L_tile", _product(), "@P0 BRA `(.L_full)", "R2P PR, R3, 0x7e", "FSEL R1, R1, R2, P1",
+        ".L_full", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P2 BRA `(.L_tile)",
+    )  # fmt: skip
+    for parts in ((gradients, scores), (scores, gradients)):  # whatever comes first in memory
+        listing = _listing(*parts[0], *parts[1], "EXIT")
+        ways = ways_through(listing, Shape(True, 8, 8, 8, consumers=3, separate_code=True))
+        assert sorted(len(way) for way in ways.full) == [3, 4, 4]
+        assert sorted(len(way) for way in ways.masked) == [3, 6, 6]
+
+
 def test_a_listing_without_products_is_refused():
     with pytest.raises(ValueError, match="loops with products: 0, needed 1"):
         find_loops(_listing(*SPIN), 1)
@@ -251,6 +266,7 @@ def test_shapes_follow_from_the_variants():
     assert widths == [192 + 128, 2 * 192 + 2 * 128, 2 * 192 + 128, 3 * 192 + 2 * 128]
     assert narrow[0].tma_bytes == 128 * 2 * (192 + 128)
     assert narrow[3].tma_bytes == 64 * (2 * (192 + 128) + 4 * 192) and narrow[3].separate_code
+    assert [shape_of(known_variants()[f"bwd_{dim}"]).consumers for dim in (64, 128)] == [3, 2]
     assert shape_of(known_variants()["dq_256"]).flops == 6 * 128 * 64 * 256
     assert shape_of(known_variants()["dkdv_256"]).flops == 8 * 64 * 64 * 256
 

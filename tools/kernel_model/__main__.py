@@ -62,14 +62,14 @@ def shape_of(variant: build.Variant) -> Shape:
         int(variant.value(f"MCP_{key}")) for key in ("BLOCK_M", "BLOCK_N", "HEAD_DIM")
     )
     sizes, value_dim = (block_m, block_n, head_dim), int(variant.value("MCP_VALUE_DIM"))
-    apart = Path(variant.source).stem in ("bwd_wide", "bwd_192")  # each consumer has its gradient
+    apart = Path(variant.source).stem in ("bwd_wide", "bwd_64", "bwd_192")  # code by consumer
+    consumers = int(variant.value("MCP_THREADS")) // 128 - 1
     if variant.kernel_pass == "backward":
-        return Shape(True, *sizes, separate_code=apart, value_dim=value_dim)
+        return Shape(True, *sizes, consumers, separate_code=apart, value_dim=value_dim)
     if variant.kernel_pass == "backward_dkdv":
         return Shape(True, *sizes, separate_code=apart, products=4, value_dim=value_dim)
     if variant.kernel_pass == "backward_dq":
         return Shape(True, *sizes, products=3, steps_through_keys=True, value_dim=value_dim)
-    consumers = int(variant.value("MCP_CONSUMERS"))
     return Shape(False, *sizes, consumers, turns=True, value_dim=value_dim)
 
 

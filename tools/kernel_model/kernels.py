@@ -26,7 +26,7 @@ class Shape:
     head_dim: int
     consumers: int = 2
     turns: bool = False
-    separate_code: bool = False  # each consumer has a loop of its own
+    separate_code: bool = False  # the last consumer has a loop of its own
     products: int = 0  # where it is neither 2 forward nor 5 backward
     steps_through_keys: bool = False  # a backward kernel that does, as the forward one
     value_dim: int | None = None  # of values, where it is not head_dim
@@ -124,8 +124,7 @@ def find_loops(listing: Listing, count: int) -> list[Loop]:
 
 def ways_through(listing: Listing, shape: Shape) -> Ways:
     """Returns the consumers' ways. Raises: ValueError where the listing has no such loops."""
-    found = find_loops(listing, shape.consumers if shape.separate_code else 1)
-    found = found * (shape.consumers // len(found))
+    found = _loops_of_consumers(listing, shape)
     full = tuple(round_loop(listing, at, _shortest) for at in found)
     masked = tuple(_masked(listing, at, way) for at, way in zip(found, full, strict=True))
     items = {}
@@ -139,6 +138,15 @@ def ways_through(listing: Listing, shape: Shape) -> Ways:
     has_masked = shape.is_backward and any(masked)  # of one consumer, where the other has no scores
     ways = tuple(way or unmasked for way, unmasked in zip(masked, full, strict=True))
     return Ways(full, ways if has_masked else None, items)
+
+
+def _loops_of_consumers(listing: Listing, shape: Shape) -> list[Loop]:
+    """Returns one per consumer: where the last has its own, all others run the other one, that of the scores."""
+    found = find_loops(listing, 2 if shape.separate_code else 1)
+    of_scores = next(
+        (at for at in found if _masked(listing, at, round_loop(listing, at, _shortest))), found[0]
+    )
+    return found + [of_scores] * (shape.consumers - len(found))
 
 
 def _masked(listing: Listing, loop: Loop, full: Way) -> Way | None:

@@ -74,4 +74,20 @@ MCP_DEVICE void issue_at_bt(float (&d)[kSize], TileA a, int a_panel, TileB b) {
     ptx::wgmma_commit();
 }
 
+// d [64, columns of d] = A' B for A of 64 columns and the first columns of B; the reduction runs
+// along the rows of both.
+template <class T, class TileA, class TileB, int kSize>
+MCP_DEVICE void issue_at_b(float (&d)[kSize], TileA a, TileB b) {
+    static_assert(TileA::kColumns == 64 && TileA::kRows == TileB::kRows, "shapes differ");
+    const u64 a_start = mn_major_descriptor(TileA{uniform(a.address)});
+    const u64 b_start = mn_major_descriptor(TileB{uniform(b.address)});
+    ptx::wgmma_fence();
+    MCP_UNROLL
+    for (int k = 0; k < TileA::kRows / 16; k++) {
+        ptx::wgmma_ss<T, 2 * kSize, 1, 1>(d, step_descriptor(a_start, k * kMnMajorStep),
+                                          step_descriptor(b_start, k * kMnMajorStep), k != 0);
+    }
+    ptx::wgmma_commit();
+}
+
 }  // namespace mcp
