@@ -1,6 +1,7 @@
-// Attention backward for Hopper, head dims up to 128. One CTA per multiprocessor keeps 128 keys and
-// values in shared memory, their gradients in registers, and lets the query tiles that see them
-// pass by, for every query head of the group, or of a part of it:
+// Attention backward for Hopper, head dims 96 and 128, and dk and dv of 64. One CTA per
+// multiprocessor keeps 128 keys and values in shared memory, their gradients in registers, and
+// lets the query tiles that see them pass by, for every query head of the group, or of a part of
+// it:
 //
 //     loader     k v | q0 dout0 q1 dout1 ...                       TMA, rings of stages
 //     consumers  S' = K Q'   dP' = V dO'                           64 keys each
@@ -132,8 +133,7 @@ struct BwdConsumer {
             ptx::fence_proxy_async();
             ptx::named_barrier_sync<Shared::kConsumerThreads>(1);
 
-            issue_a_b<T>(dq, ds, Traits::kSplitRows ? consumer * 64 : 0, shared.keys(),
-                         Traits::kSplitRows ? 0 : consumer);
+            issue_a_b<T>(dq, ds, shared.keys(), consumer);
             ptx::wgmma_wait<1>();
             ptx::wgmma_pin(dv);
             release(shared.dout_ring);
@@ -162,16 +162,12 @@ struct BwdConsumer {
         if (lane_index() == 0) ring.release(rows_at);
     }
 
-    // A consumer's 64 x 64 of dq: a pair of 32-column panels, or 64 rows of the only pair.
+    // A consumer's 64 x 64 of dq: a pair of 32-column panels.
     MCP_DEVICE void hand_over_dq(const float (&dq)[32]) {
-        // A place found anew is waited for: .03 of the products' share in the model at head dim 64.
-        constexpr bool kKeepsPlace = Traits::kSplitRows && MCP_COMPILER_VERSION >= 1208;
-        const FragmentPlace in_tile = kKeepsPlace ? fragment_place() : fragment_place_anew();
-        constexpr int kPanelBytes = Traits::kBlockM * kRowBytes;
-        const u32 panels = shared.dq() + (Traits::kSplitRows ? 0 : consumer * 2 * kPanelBytes);
-        const int row = in_tile.row + (Traits::kSplitRows ? consumer * 64 : 0);
+        const FragmentPlace in_tile = fragment_place_anew();
+        const u32 panels = shared.dq() + consumer * 2 * Traits::kBlockM * kRowBytes;
         shared.dq_ring.wait_empty(dq_at);
-        store_f32_panels(panels, Traits::kBlockM, row, in_tile.column, dq);
+        store_f32_panels(panels, Traits::kBlockM, in_tile.row, in_tile.column, dq);
         ptx::fence_proxy_async();
         ptx::mbarrier_arrive(shared.dq_ring.full(dq_at));
         dq_at.advance();

@@ -92,12 +92,8 @@ struct BwdTraits {
 
     static constexpr int kPaddedHeadDim = (kHeadDim + 63) / 64 * 64;
     static constexpr int kPaddedValueDim = (kValueDim + 63) / 64 * 64;
-    // Each consumer computes 64 x 64 of dq: all rows of one 64-column panel, or 64 rows of the only
-    // panel.
-    static constexpr bool kSplitRows = kBlockM == 128;
-    static_assert(!kAddsDq ||
-                      (kSplitRows ? kPaddedHeadDim == 64 : kBlockM == 64 && kPaddedHeadDim == 128),
-                  "dq is 2 x 64 x 64");
+    static_assert(!kAddsDq || (kBlockM == 64 && kPaddedHeadDim == 128),
+                  "each consumer computes 64 x 64 of dq: all rows of one 64-column panel");
 
     static constexpr int kKeyBytes = kBlockN * kPaddedHeadDim * 2;
     static constexpr int kValueBytes = kBlockN * kPaddedValueDim * 2;

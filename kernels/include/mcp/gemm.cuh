@@ -39,12 +39,12 @@ MCP_DEVICE void issue_p_b(float (&d)[kSize], const u32 (&p)[kPacked], TileB b, i
     ptx::wgmma_commit();
 }
 
-// d [64, columns of d] = A B for the 64 rows of A that start at `a_row` and the columns of B that
-// start at panel `b_panel`; the reduction runs along A's columns and B's rows.
+// d [64, columns of d] = A B for the first 64 rows of A and the columns of B that start at panel
+// `b_panel`; the reduction runs along A's columns and B's rows.
 template <class T, class TileA, class TileB, int kSize>
-MCP_DEVICE void issue_a_b(float (&d)[kSize], TileA a, int a_row, TileB b, int b_panel) {
+MCP_DEVICE void issue_a_b(float (&d)[kSize], TileA a, TileB b, int b_panel) {
     static_assert(TileA::kColumns == TileB::kRows, "shapes differ");
-    const u64 a_start = k_major_descriptor(uniform(a.address + a_row * kRowBytes));
+    const u64 a_start = k_major_descriptor(uniform(a.address));
     const u64 b_start =
         mn_major_descriptor(TileB{uniform(b.address + b_panel * TileB::kPanelBytes)});
     ptx::wgmma_fence();

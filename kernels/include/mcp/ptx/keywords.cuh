@@ -8,6 +8,3 @@
 #define MCP_PARAMS(Type, name) const __grid_constant__ Type name
 #define MCP_UNROLL _Pragma("unroll")
 #define MCP_NO_UNROLL _Pragma("unroll 1")
-// The compiler's version, 1208 for CUDA 12.8: earlier ones serialise products sooner, for want of
-// registers.
-#define MCP_COMPILER_VERSION (__CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__)

@@ -9,4 +9,3 @@
 #define MCP_PARAMS(Type, name) const Type& name
 #define MCP_UNROLL
 #define MCP_NO_UNROLL
-#define MCP_COMPILER_VERSION 1208
