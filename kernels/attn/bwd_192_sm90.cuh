@@ -1,16 +1,18 @@
-// Attention backward for Hopper, head dim 192: all three gradients from tiles of 96 keys, five
-// products where bwd_wide_sm90.cuh and bwd_dq_sm90.cuh take seven. As in the first of them both
-// consumers work on all keys of the tile, and each owns one gradient. The gradients are transposed
-// (rows are their columns, and columns are keys), as 96 keys are no multiple of a product's 64 rows:
+// Attention backward for Hopper, head dims 192 and 256: all three gradients from tiles of 96 or 80
+// keys, five products where bwd_wide_sm90.cuh and bwd_dq_sm90.cuh take seven. As in the first of
+// them both consumers work on all keys of the tile, and each owns one gradient. So many keys are no
+// multiple of a product's 64 rows, and gradients are transposed: rows are their columns, and
+// columns are keys.
 //
 //     values   S = Q K'     P = exp2(S - lse)       dV' += dO' P
 //     keys     dP = dO V'   dS = P (dP - delta)     dK' += Q' dS     dQ = dS K
 //     storer   dQ: fp32 reduce-add to global memory, 64 columns at a time
 //
-// P is written twice: in the inputs' type for dV', and in fp16, from which keys make dS in its place,
-// so that dS is rounded once as good as where P stays in registers. Both lie as [keys, queries]. For
+// P is written twice: in the inputs' type for dV', and in fp16, from which keys make dS in its
+// place, so that dS is rounded once as where P stays in registers. Both lie as [keys, queries]. For
 // dQ, dS is operand A in registers. Nobody meets: values may be a tile ahead.
-// Before P was written twice, this ran on an H200 (benchmarks/results/h200_second_2026-11-27.md).
+// Before P was written twice, this ran on an H200 at 192 (h200_second_2026-11-27.md). At 256 it
+// never ran.
 #pragma once
 
 #include "bwd_roles.cuh"
@@ -26,8 +28,8 @@ constexpr float kProbScale = 1 << kProbExponent;
 template <class Traits>
 struct ValueGradients : BwdRole<Traits> {
     using Base = BwdRole<Traits>;
-    using Base::params, Base::shared, Base::at, Base::ds_at, Base::probs_at, Base::kScores,
-        Base::kParts;
+    using Base::params, Base::shared, Base::queries_at, Base::dout_at, Base::ds_at, Base::probs_at;
+    using Base::kScores, Base::kParts;
     using typename Base::Matrix, typename Base::Queries, typename Base::T;
     static constexpr int kChunks = Traits::kValueDim / 64;
 
@@ -50,14 +52,14 @@ struct ValueGradients : BwdRole<Traits> {
     MCP_DEVICE void visit(const Queries& queries, FragmentPlace place, i32) {
         Matrix scores;
         float lse[2];
-        shared.query_ring.wait_full(at);
-        issue_a_bt<T>(scores, shared.queries(at.stage), 0, shared.keys());
-        this->load_row_pair(lse, shared.lse(at.stage));
+        shared.query_ring.wait_full(queries_at);
+        issue_a_bt<T>(scores, shared.queries(queries_at.stage), 0, shared.keys());
+        this->load_row_pair(lse, shared.lse(queries_at.stage));
         VisiblePairs visible;
         if constexpr (kMasked) visible = Base::visible_keys(queries.bounds(), place);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(scores);
-        this->release(shared.query_ring, at);
+        this->release(shared.query_ring, queries_at);
         const u32 weights = transposed_address(shared.ds(ds_at.stage));
         shared.ds_ring.wait_empty(ds_at);
         MCP_UNROLL
@@ -77,18 +79,19 @@ struct ValueGradients : BwdRole<Traits> {
         shared.prob_ring.wait_empty(probs_at);
         store_transposed(shared.probs(), 0, 0, probs_16);
         this->hand_over(shared.prob_ring, probs_at);
-        shared.dout_ring.wait_full(at);
+        shared.dout_ring.wait_full(dout_at);
         shared.prob_ring.wait_full(probs_at);
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) {
-            issue_at_bt<T>(dv[c], shared.dout(at.stage), c, shared.probs());
+            issue_at_bt<T>(dv[c], shared.dout(dout_at.stage), c, shared.probs());
         }
         ptx::wgmma_wait<0>();
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) ptx::wgmma_pin(dv[c]);
-        this->release(shared.dout_ring, at);
+        this->release(shared.dout_ring, dout_at);
         this->release(shared.prob_ring, probs_at);
-        at.advance();
+        queries_at.advance();
+        dout_at.advance();
         probs_at.advance();
         ds_at.advance();
     }
@@ -104,9 +107,13 @@ struct ValueGradients : BwdRole<Traits> {
 template <class Traits>
 struct KeyGradients : BwdRole<Traits> {
     using Base = BwdRole<Traits>;
-    using Base::params, Base::shared, Base::at, Base::ds_at, Base::kScores, Base::kParts;
+    using Base::params, Base::shared, Base::queries_at, Base::dout_at, Base::ds_at;
+    using Base::kScores, Base::kParts;
     using typename Base::Matrix, typename Base::T;
     static constexpr int kChunks = Traits::kHeadDim / 64;
+    // Of the probabilities, what is loaded under the product of dP. At 256 there are no registers
+    // for all.
+    static constexpr int kPartsAhead = Traits::kHeadDim <= 192 ? kParts : 3;
 
     RingPosition<Traits::kDqStages> dq_at;
     Matrix dk[kChunks];
@@ -128,30 +135,37 @@ struct KeyGradients : BwdRole<Traits> {
         Matrix dp;
         float delta[2];
         u32 weights_16[kScores / 2], ds_16[kScores / 2];
-        shared.dout_ring.wait_full(at);
-        issue_a_bt<T>(dp, shared.dout(at.stage), 0, shared.values());
-        this->load_row_pair(delta, shared.delta(at.stage));
+        shared.dout_ring.wait_full(dout_at);
+        issue_a_bt<T>(dp, shared.dout(dout_at.stage), 0, shared.values());
+        this->load_row_pair(delta, shared.delta(dout_at.stage));
         const auto weights = shared.ds(ds_at.stage);
         const u32 address = transposed_address(weights);
         shared.ds_ring.wait_full(ds_at);
         MCP_UNROLL
-        for (int part = 0; part < kParts; part++) {
+        for (int part = 0; part < kPartsAhead; part++) {
             load_transposed_part(address + part * kTransposedStep, weights_16 + 4 * part);
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dp);
-        this->release(shared.dout_ring, at);
-        to_score_gradients(ds_16, weights_16, dp, delta);
+        this->release(shared.dout_ring, dout_at);
+        MCP_UNROLL
+        for (int part = 0; part < kParts; part++) {
+            const int next = part + kPartsAhead;
+            if (next < kParts) {
+                load_transposed_part(address + next * kTransposedStep, weights_16 + 4 * next);
+            }
+            to_score_gradients(ds_16, weights_16, dp, delta, part);
+        }
         store_transposed(weights, 0, 0, ds_16);
         ptx::fence_proxy_async();
         ptx::named_barrier_sync<kWarpgroupSize>(1);
-        shared.query_ring.wait_full(at);
+        shared.query_ring.wait_full(queries_at);
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) {
             // These columns of dq leave under the product of dk.
             float dq[32];
             issue_p_b<T, false>(dq, ds_16, shared.keys(), c);
-            issue_at_bt<T>(dk[c], shared.queries(at.stage), c, weights);
+            issue_at_bt<T>(dk[c], shared.queries(queries_at.stage), c, weights);
             ptx::wgmma_wait<1>();
             ptx::wgmma_pin(dq);
             this->hand_over_dq(dq, dq_at);
@@ -159,19 +173,22 @@ struct KeyGradients : BwdRole<Traits> {
         ptx::wgmma_wait<0>();
         MCP_UNROLL
         for (int c = 0; c < kChunks; c++) ptx::wgmma_pin(dk[c]);
-        this->release(shared.query_ring, at);
+        this->release(shared.query_ring, queries_at);
         this->release(shared.ds_ring, ds_at);
-        at.advance();
+        queries_at.advance();
+        dout_at.advance();
         ds_at.advance();
     }
 
+    // Of 16 keys.
     MCP_DEVICE static void to_score_gradients(u32 (&ds_16)[kScores / 2],
                                               const u32 (&weights_16)[kScores / 2],
                                               const Matrix& dp,
-                                              const float (&delta)[2]) {
+                                              const float (&delta)[2],
+                                              int part) {
         constexpr float kUnit = 1.0f / kProbScale;
         MCP_UNROLL
-        for (int i = 0; i < kScores / 2; i++) {
+        for (int i = 4 * part; i < 4 * part + 4; i++) {
             const f32x2 weight = ptx::unpack2<fp16>(weights_16[i]);
             const float shift = -delta[i % 2] * kUnit;
             ds_16[i] = ptx::pack2<T>(ptx::fma(dp[2 * i], kUnit, shift) * weight.x,

@@ -19,7 +19,8 @@ namespace mcp::attn {
 template <class Traits>
 struct ScoreGradients : BwdRole<Traits, Traits::kBlockN / 2> {
     using Base = BwdRole<Traits, Traits::kBlockN / 2>;
-    using Base::params, Base::shared, Base::at, Base::ds_at, Base::probs_at, Base::kParts;
+    using Base::params, Base::shared, Base::queries_at, Base::dout_at, Base::ds_at, Base::probs_at;
+    using Base::kParts;
     using typename Base::Matrix, typename Base::Queries, typename Base::T;
     static_assert(Traits::kScoreConsumers == 2, "each has half of the keys");
 
@@ -48,18 +49,18 @@ struct ScoreGradients : BwdRole<Traits, Traits::kBlockN / 2> {
     MCP_DEVICE void visit(const Queries& queries, FragmentPlace place, i32) {
         Matrix scores, dp;
         float lse[2], delta[2];
-        shared.query_ring.wait_full(at);
-        issue_a_bt<T>(scores, shared.queries(at.stage), 0, shared.keys(), first_key);
-        shared.dout_ring.wait_full(at);
-        issue_a_bt<T>(dp, shared.dout(at.stage), 0, shared.values(), first_key);
-        this->load_row_pair(lse, shared.lse(at.stage));
-        this->load_row_pair(delta, shared.delta(at.stage));
+        shared.query_ring.wait_full(queries_at);
+        issue_a_bt<T>(scores, shared.queries(queries_at.stage), 0, shared.keys(), first_key);
+        shared.dout_ring.wait_full(dout_at);
+        issue_a_bt<T>(dp, shared.dout(dout_at.stage), 0, shared.values(), first_key);
+        this->load_row_pair(lse, shared.lse(queries_at.stage));
+        this->load_row_pair(delta, shared.delta(dout_at.stage));
         VisiblePairs visible;
         if constexpr (kMasked) visible = Base::visible_keys(queries.bounds(), place);
         shared.prob_ring.wait_empty(probs_at);
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
-        this->release(shared.query_ring, at);
+        this->release(shared.query_ring, queries_at);
         const u32 probs = transposed_address(shared.probs(), 0, first_key);
         MCP_UNROLL
         for (int part = 0; part < kParts; part++) {
@@ -76,7 +77,7 @@ struct ScoreGradients : BwdRole<Traits, Traits::kBlockN / 2> {
         shared.ds_ring.wait_empty(ds_at);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dp);
-        this->release(shared.dout_ring, at);
+        this->release(shared.dout_ring, dout_at);
         const u32 ds = transposed_address(shared.ds(ds_at.stage), 0, first_key);
         MCP_UNROLL
         for (int part = 0; part < kParts; part++) {
@@ -90,7 +91,8 @@ struct ScoreGradients : BwdRole<Traits, Traits::kBlockN / 2> {
             store_transposed_part(ds + part * kTransposedStep, packed);
         }
         this->hand_over(shared.ds_ring, ds_at);
-        at.advance();
+        queries_at.advance();
+        dout_at.advance();
         probs_at.advance();
         ds_at.advance();
     }
@@ -103,7 +105,7 @@ struct ScoreGradients : BwdRole<Traits, Traits::kBlockN / 2> {
 template <class Traits>
 struct InputGradients : BwdRole<Traits> {
     using Base = BwdRole<Traits>;
-    using Base::params, Base::shared, Base::at, Base::ds_at, Base::probs_at;
+    using Base::params, Base::shared, Base::queries_at, Base::dout_at, Base::ds_at, Base::probs_at;
     using typename Base::Matrix, typename Base::T;
 
     RingPosition<Traits::kDqStages> dq_at;
@@ -123,29 +125,30 @@ struct InputGradients : BwdRole<Traits> {
     }
 
     MCP_DEVICE void visit() {
-        const auto q = shared.queries(at.stage);
-        const auto dout = shared.dout(at.stage);
+        const auto q = shared.queries(queries_at.stage);
+        const auto dout = shared.dout(dout_at.stage);
         const auto ds = shared.ds(ds_at.stage);
         float dq[32];
-        shared.dout_ring.wait_full(at);
+        shared.dout_ring.wait_full(dout_at);
         shared.prob_ring.wait_full(probs_at);
         issue_at_bt<T>(dv[0], dout, 0, shared.probs());
-        shared.query_ring.wait_full(at);
+        shared.query_ring.wait_full(queries_at);
         shared.ds_ring.wait_full(ds_at);
         issue_at_b<T>(dq, ds, shared.keys());
         issue_at_bt<T>(dk[0], q, 0, ds);
         ptx::wgmma_wait<2>();
         ptx::wgmma_pin(dv[0]);
-        this->release(shared.dout_ring, at);
+        this->release(shared.dout_ring, dout_at);
         this->release(shared.prob_ring, probs_at);
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(dq);
         this->hand_over_dq(dq, dq_at);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk[0]);
-        this->release(shared.query_ring, at);
+        this->release(shared.query_ring, queries_at);
         this->release(shared.ds_ring, ds_at);
-        at.advance();
+        queries_at.advance();
+        dout_at.advance();
         probs_at.advance();
         ds_at.advance();
     }

@@ -96,8 +96,8 @@ MCP_DEVICE void to_score_gradients(const float (&probs)[kSize], float (&dp)[kSiz
     for (int i = 0; i < kSize; i++) dp[i] *= probs[i];
 }
 
-// Gradient of one row of keys or values, fp32, perhaps added to what is there, or 16 bits. All lanes
-// of the warp call; `valid` lanes store.
+// Gradient of one row of keys or values, fp32, perhaps added to what is there, or 16 bits. All
+// lanes of the warp call; `valid` lanes store.
 template <int kHalf, class T, int kSize>
 MCP_DEVICE void store_gradient(const BwdParams& params,
                                void* gradient,

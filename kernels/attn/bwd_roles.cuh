@@ -31,14 +31,16 @@ template <class Traits>
 struct BwdRolesShared : BwdRooms<Traits> {
     using Rooms = BwdRooms<Traits>;
     using Scores = Panels<Traits::kBlockN, Traits::kBlockM>;
-    using Stages = Ring<Traits::kStages>;
+    using QueryStages = Ring<Traits::kStages>;
+    using DoutStages = Ring<Traits::kDoutStages>;
     using DsStages = Ring<Traits::kDsStages>;
     using DqStages = Ring<Traits::kDqStages>;
     using Rooms::base;
     static_assert(Scores::kBytes == Traits::kScoreBytes, "traits.h and panels.cuh disagree");
 
     Ring<1> key_ring, mail_ring, prob_ring;
-    Stages query_ring, dout_ring;
+    QueryStages query_ring;
+    DoutStages dout_ring;
     DsStages ds_ring;
     DqStages dq_ring;
     u32 landed;
@@ -48,12 +50,12 @@ struct BwdRolesShared : BwdRooms<Traits> {
         mail_ring.barriers = key_ring.barriers + Ring<1>::kBytes;
         prob_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
         query_ring.barriers = prob_ring.barriers + Ring<1>::kBytes;
-        dout_ring.barriers = query_ring.barriers + Stages::kBytes;
-        ds_ring.barriers = dout_ring.barriers + Stages::kBytes;
+        dout_ring.barriers = query_ring.barriers + QueryStages::kBytes;
+        ds_ring.barriers = dout_ring.barriers + DoutStages::kBytes;
         dq_ring.barriers = ds_ring.barriers + DsStages::kBytes;
         landed = dq_ring.barriers + DqStages::kBytes;
-        static_assert(3 * Ring<1>::kBytes + 2 * Stages::kBytes + DsStages::kBytes +
-                              DqStages::kBytes + 8 ==
+        static_assert(3 * Ring<1>::kBytes + QueryStages::kBytes + DoutStages::kBytes +
+                              DsStages::kBytes + DqStages::kBytes + 8 ==
                           8 * Traits::kNumBarriers,
                       "");
     }
@@ -92,7 +94,8 @@ struct BwdRole {
 
     const BwdParams& params;
     const Shared& shared;
-    RingPosition<Traits::kStages> at;  // of the tile, in the rings of q and dout
+    RingPosition<Traits::kStages> queries_at;
+    RingPosition<Traits::kDoutStages> dout_at;
     RingPosition<Traits::kDsStages> ds_at;
     RingPosition<1> keys_at, mail_at, probs_at;
 

@@ -83,6 +83,7 @@ struct BwdTraits {
     static constexpr int kBlockM = kBlockM_;
     static constexpr int kBlockN = 64 * kConsumers;
     static constexpr int kStages = kStages_;
+    static constexpr int kDoutStages = kStages;
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr bool kDropout = kDropout_;
     static constexpr bool kAddsDq = kAddsDq_;
@@ -133,6 +134,7 @@ struct BwdWideTraits {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64;
     static constexpr int kStages = kStages_;
+    static constexpr int kDoutStages = kStages;
     static constexpr bool kSoftcap = kSoftcap_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
@@ -162,14 +164,16 @@ struct BwdWideTraits {
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
-// All three gradients for head dims 64 and 192, where consumers have different work: tiles of 64
-// queries. kDsStages: of the gradients of the scores.
+// All three gradients for head dims 64, 192 and 256, where consumers have different work: tiles of
+// 64 queries. kStages: of q; kDsStages: of the gradients of the scores.
 template <class T_,
           int kHeadDim_,
           int kValueDim_,
           int kBlockN_,
           int kStages_,
+          int kDoutStages_,
           int kDsStages_,
+          int kDqStages_,
           int kScoreConsumers_>
 struct BwdRolesTraits {
     using T = T_;
@@ -180,6 +184,7 @@ struct BwdRolesTraits {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = kBlockN_;
     static constexpr int kStages = kStages_;
+    static constexpr int kDoutStages = kDoutStages_;
     static constexpr int kDsStages = kDsStages_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
 
@@ -196,7 +201,7 @@ struct BwdRolesTraits {
     static constexpr int kDoutBytes = kBlockM * kValueDim * 2;
     static constexpr int kScoreBytes = kBlockM * kBlockN * 2;  // of probabilities, or of ds
     static constexpr int kDqColumns = 64;
-    static constexpr int kDqStages = 2;
+    static constexpr int kDqStages = kDqStages_;
     static constexpr int kDqBytes = kBlockM * kDqColumns * 4;
     static constexpr int kRowStatBytes = kBlockM * 4;
 
@@ -206,27 +211,36 @@ struct BwdRolesTraits {
     static constexpr int kValuesAt = kKeysAt + kKeyBytes;
     static constexpr int kQueriesAt = kValuesAt + kValueBytes;
     static constexpr int kDoutAt = kQueriesAt + kStages * kQueryBytes;
-    static constexpr int kProbsAt = kDoutAt + kStages * kDoutBytes;
+    static constexpr int kProbsAt = kDoutAt + kDoutStages * kDoutBytes;
     static constexpr int kDsAt = kProbsAt + kScoreBytes;
     static constexpr int kDqAt = kDsAt + kDsStages * kScoreBytes;
     static constexpr int kLseAt = kDqAt + kDqStages * kDqBytes;
     static constexpr int kDeltaAt = kLseAt + kStages * kRowStatBytes;
-    static constexpr int kMailboxAt = kDeltaAt + kStages * kRowStatBytes;
+    static constexpr int kMailboxAt = kDeltaAt + kDoutStages * kRowStatBytes;
     static constexpr int kBarriersAt = kMailboxAt + 32;
     static constexpr int kNumBarriers =
-        2 * (1 + 1 + 1 + 2 * kStages + kDsStages + kDqStages) + 1;
+        2 * (1 + 1 + 1 + kStages + kDoutStages + kDsStages + kDqStages) + 1;
     static constexpr int kSharedBytes = (1024 + kBarriersAt + 8 * kNumBarriers + 127) / 128 * 128;
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
-// Head dim 192: one consumer makes the probabilities and dv, the other ds, dk and dq.
+// Head dims 192 and 256: one consumer makes the probabilities and dv, the other ds, dk and dq. There
+// is room for one stage of some things alone: of dq and dout at 256, of ds where values are as wide
+// as keys.
 template <class T, int kHeadDim, int kValueDim, int kStages>
-using Bwd192Traits =
-    BwdRolesTraits<T, kHeadDim, kValueDim, 96, kStages, kValueDim <= 128 ? 2 : 1, 1>;
+using Bwd192Traits = BwdRolesTraits<T,
+                                    kHeadDim,
+                                    kValueDim,
+                                    kHeadDim == 192 ? 96 : 80,
+                                    kStages,
+                                    kHeadDim == 192 ? kStages : 1,
+                                    kValueDim <= 128 ? 2 : 1,
+                                    kHeadDim == 192 ? 2 : 1,
+                                    1>;
 
 // Head dim 64: two consumers make the probabilities and ds, a third one all gradients.
 template <class T, int kStages>
-using Bwd64Traits = BwdRolesTraits<T, 64, 64, 160, kStages, 1, 2>;
+using Bwd64Traits = BwdRolesTraits<T, 64, 64, 160, kStages, kStages, 1, 2, 2>;
 
 // dq alone: tiles of 128 queries, 64 per consumer, past which tiles of kBlockN keys go.
 template <class T_,
