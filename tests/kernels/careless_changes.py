@@ -193,8 +193,8 @@ BACKWARD = {
     ),
     "queries of 64 released before dk is done": (
         "attn/bwd_64_sm90.cuh",
-        "ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(dk[0]);\n        this->release(shared.query_ring, at);",
-        "this->release(shared.query_ring, at);\n        ptx::wgmma_wait<0>();",
+        "ptx::wgmma_wait<0>();\n        ptx::wgmma_pin(dk[0]);\n        this->release(shared.query_ring, queries_at);",
+        "this->release(shared.query_ring, queries_at);\n        ptx::wgmma_wait<0>();",
         "which a wgmma of warpgroup . may still read",
     ),
     "registers of 64 asked for that the launch has already given": (
