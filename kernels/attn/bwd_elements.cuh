@@ -125,10 +125,11 @@ MCP_DEVICE void store_transposed_gradient(const BwdParams& params,
                                           const float (&d)[kChunks][kSize],
                                           float factor,
                                           i32 num_keys) {
-    if (params.store != kStore16Bits) {
-        const bool adds = params.store == kAddFloats;
-        float* const first = static_cast<float*>(gradient) + offset;
-        store_or_add_column_f32(first, key_stride, d, kHalf, factor, num_keys, adds);
+    float* const floats = static_cast<float*>(gradient) + offset;
+    if (params.store == kAddFloats) {
+        store_column_f32<true>(floats, key_stride, d, kHalf, factor, num_keys);
+    } else if (params.store == kStoreFloats) {
+        store_column_f32<false>(floats, key_stride, d, kHalf, factor, num_keys);
     } else {
         u16* const first = static_cast<u16*>(gradient) + offset;
         store_column_16<T>(first, key_stride, d, kHalf, factor, num_keys);

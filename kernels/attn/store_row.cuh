@@ -48,25 +48,23 @@ MCP_DEVICE void store_row_16(
 // of which each continues the one before, 64 rows on; in fp32, or added to what is there. `first` is
 // the place of the row in the thread's first column, from which on `num_columns` exist. Eight lanes
 // write the 32 bytes of a column, a whole sector.
-template <int kChunks, int kSize>
-MCP_DEVICE void store_or_add_column_f32(float* first,
-                                        i64 stride,
-                                        const float (&d)[kChunks][kSize],
-                                        int half,
-                                        float factor,
-                                        i32 num_columns,
-                                        bool adds) {
+template <bool kAdds, int kChunks, int kSize>
+MCP_DEVICE void store_column_f32(float* first,
+                                 i64 stride,
+                                 const float (&d)[kChunks][kSize],
+                                 int half,
+                                 float factor,
+                                 i32 num_columns) {
     MCP_UNROLL
     for (int i = 0; i < kChunks * kSize / 2; i++) {
         const int chunk = i / (kSize / 2), at = i % (kSize / 2), column = at / 2 * 8 + at % 2;
         float* const to = first + column * stride + 64 * chunk;
         const float x = d[chunk][at / 2 * 4 + 2 * half + at % 2] * factor;
-        if (column < num_columns) {
-            if (adds) {
-                ptx::atomic_add(to, x);
-            } else {
-                *to = x;
-            }
+        if (column >= num_columns) continue;
+        if constexpr (kAdds) {
+            ptx::atomic_add(to, x);
+        } else {
+            *to = x;
         }
     }
 }
