@@ -61,7 +61,7 @@ struct ScoreGradients : BwdRole<Traits, Traits::kBlockN / 2> {
         ptx::wgmma_wait<1>();
         ptx::wgmma_pin(scores);
         this->release(shared.query_ring, queries_at);
-        const u32 probs = transposed_address(shared.probs(), 0, first_key);
+        const u32 probs = transposed_address(shared.probs(), first_key);
         MCP_UNROLL
         for (int part = 0; part < kParts; part++) {
             this->template make_probabilities<kMasked>(scores, part, lse, visible);
@@ -78,7 +78,7 @@ struct ScoreGradients : BwdRole<Traits, Traits::kBlockN / 2> {
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dp);
         this->release(shared.dout_ring, dout_at);
-        const u32 ds = transposed_address(shared.ds(ds_at.stage), 0, first_key);
+        const u32 ds = transposed_address(shared.ds(ds_at.stage), first_key);
         MCP_UNROLL
         for (int part = 0; part < kParts; part++) {
             u32 packed[4];

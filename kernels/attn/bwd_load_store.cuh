@@ -27,8 +27,8 @@ struct BwdLoader {
 
     // Bit c of lane l: key row 32 * c + l of the tile is in some segment, or does not exist.
     MCP_DEVICE u32 used_rows(const WorkItem& work) const {
-        constexpr int kLastRows = Traits::kBlockN - (kRowChunks - 1) * kWarpSize;
-        u32 used = lane_index() < kLastRows ? 0 : 1u << (kRowChunks - 1);
+        constexpr int kLastRows = Traits::kBlockN % kWarpSize;
+        u32 used = kLastRows != 0 && lane_index() >= kLastRows ? 1u << (kRowChunks - 1) : 0;
         for (i32 s = work.seg0; s < work.seg0 + work.num_segs; s++) {
             const i32x4 rows = ptx::load_constant_i32x4(&params.segments[s].q0);
             MCP_UNROLL

@@ -53,41 +53,49 @@ MCP_DEVICE void clear_rows(Tile tile, int first_row) {
     }
 }
 
-// Where a thread's stmatrix and ldmatrix begin in a panel that holds a warpgroup's accumulator X
-// transposed: row first_row + c of the panel has column c of X. 16 columns lie kTransposedStep bytes
-// behind the 16 before.
-template <class Tile>
-MCP_DEVICE u32 transposed_address(Tile tile, int panel = 0, int first_row = 0) {
+// Where stmatrix puts what a thread has of a warpgroup's accumulator X into a tile that holds X
+// transposed: in which of a row's 16-byte chunks, of 8 rows of X each, and in which row.
+struct TransposedPlace {
+    int chunk, row;
+};
+MCP_DEVICE TransposedPlace transposed_place() {
     const int thread = thread_in_warpgroup();
     const int lane = thread % kWarpSize;
-    const int chunk = thread / kWarpSize * 2 + lane / 8 % 2;  // 16-byte chunk: 8 rows of X
-    const int row = lane / 16 * 8 + lane % 8;
-    return tile.address + panel * Tile::kPanelBytes + (first_row + row) * kRowBytes +
-           ((chunk ^ (row % 8)) * 16);
-}
-constexpr int kTransposedStep = 16 * kRowBytes;
-
-// 16 columns of X, packed by `pack`, to and from the address of the first. All threads of the
-// warpgroup call; wgmma needs a proxy fence and a barrier after a store.
-MCP_DEVICE void store_transposed_part(u32 address, const u32* packed) {
-    ptx::stmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3]);
-}
-MCP_DEVICE void load_transposed_part(u32 address, u32* packed) {
-    ptx::ldmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3]);
+    return {thread / kWarpSize * 2 + lane / 8 % 2, lane / 16 * 8 + lane % 8};
 }
 
-// All of X, packed.
+// Writes a warpgroup's accumulator X [64, 4 * kPacked], packed by `pack`, transposed: row first_row
+// + c of the tile's panel `panel` receives column c of X. All threads of the warpgroup call; wgmma
+// needs a proxy fence and a barrier after it.
 template <class Tile, int kPacked>
 MCP_DEVICE void store_transposed(Tile tile,
                                  int panel,
                                  int first_row,
                                  const u32 (&packed)[kPacked]) {
     static_assert(4 * kPacked <= Tile::kRows && kPanelColumns == 64, "the panel holds all of X");
-    const u32 address = transposed_address(tile, panel, first_row);
+    const auto [chunk, row] = transposed_place();
+    const u32 address = tile.address + panel * Tile::kPanelBytes + (first_row + row) * kRowBytes +
+                        ((chunk ^ (row % 8)) * 16);
     MCP_UNROLL
     for (int i = 0; i < kPacked / 4; i++) {
-        store_transposed_part(address + i * kTransposedStep, packed + 4 * i);
+        ptx::stmatrix_x4_trans(address + i * 16 * kRowBytes, packed[4 * i], packed[4 * i + 1],
+                               packed[4 * i + 2], packed[4 * i + 3]);
     }
+}
+
+// The same for 16 columns of X, to and from the thread's address in a tile of one panel. 16 further
+// columns lie kTransposedStep bytes behind.
+template <class Tile>
+MCP_DEVICE u32 transposed_address(Tile tile, int first_row = 0) {
+    const auto [chunk, row] = transposed_place();
+    return tile.address + (first_row + row) * kRowBytes + ((chunk ^ (row % 8)) * 16);
+}
+constexpr int kTransposedStep = 16 * kRowBytes;
+MCP_DEVICE void store_transposed_part(u32 address, const u32* packed) {
+    ptx::stmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3]);
+}
+MCP_DEVICE void load_transposed_part(u32 address, u32* packed) {
+    ptx::ldmatrix_x4_trans(address, packed[0], packed[1], packed[2], packed[3]);
 }
 
 // Clears the rows of the tile whose bit is 0; bit c of lane l stands for row 32 * c + l, and is 1
