@@ -1,9 +1,5 @@
 """Cross entropy without logits in fp32, against torch's own in float64."""
 
-import os
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -11,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from tests.mcore.compiled import needs_headers, run_compiled
 from tests.mcore.tiny_gpt import Case, enter_megatron, parallel_state, train
 from tests.ranks import run_on_ranks
 
@@ -86,22 +83,10 @@ print(len(code), *re.findall(r"= empty_strided_cpu\\(\\(6, 1, 40\\).*torch\\.(.*
 """
 
 
-@pytest.mark.skipif(
-    not Path(sysconfig.get_path("include"), "Python.h").exists(),
-    reason="torch compiles for the CPU with Python's headers, which are not here",
-)
+@needs_headers
 def test_compiled_it_makes_nothing_of_the_size_of_the_logits_but_their_gradient(tmp_path: Path):
-    ours = {
-        "TORCH_COMPILE_DISABLE": "0",
-        "TORCHINDUCTOR_CPP_SIMDLEN": "0",
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env={**os.environ, **ours}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["2", "bfloat16"], done.stdout
+    out = run_compiled(COMPILED, tmp_path)
+    assert out.split() == ["2", "bfloat16"], out
 
 
 def _train_fused(rank, world_size, case):

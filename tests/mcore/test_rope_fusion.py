@@ -1,14 +1,11 @@
 """RoPE by one compiled kernel, against Megatron's own rotation in float64."""
 
-import os
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.mcore.compiled import needs_headers, run_compiled
 from tests.mcore.tiny_gpt import Case, enter_megatron, parallel_state, train
 from tests.ranks import run_on_ranks
 
@@ -76,24 +73,11 @@ print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"], "kernels
 """
 
 
-@pytest.mark.skipif(
-    not Path(sysconfig.get_path("include"), "Python.h").exists(),
-    reason="torch compiles for the CPU with Python's headers, which are not here",
-)
+@needs_headers
 def test_compiled_it_is_one_kernel_for_each_layout_of_the_tensor(tmp_path: Path):
-    # Scalar code for the CPU: torch would first compile programs that find out what its vectors are.
-    ours = {
-        "TORCH_COMPILE_DISABLE": "0",
-        "TORCHINDUCTOR_CPP_SIMDLEN": "0",
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env={**os.environ, **ours}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    _, graphs, _, kernels = done.stdout.splitlines()[-1].split()
-    assert (graphs, kernels) == ("2", "2"), done.stdout
+    out = run_compiled(COMPILED, tmp_path)
+    _, graphs, _, kernels = out.splitlines()[-1].split()
+    assert (graphs, kernels) == ("2", "2"), out
 
 
 def _train_fused(rank, world_size, case):

@@ -1,0 +1,30 @@
+"""Programs that torch compiles for the CPU: the suite itself runs uncompiled."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+needs_headers = pytest.mark.skipif(
+    not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="torch compiles for the CPU with Python's headers, which are not here",
+)
+
+
+def run_compiled(program: str, cache: Path) -> str:
+    """Returns what a program prints whose `torch.compile` compiles, into `cache`."""
+    ours = {
+        "TORCH_COMPILE_DISABLE": "0",
+        # Scalar code: torch would first compile programs that find out what the CPU's vectors are.
+        "TORCHINDUCTOR_CPP_SIMDLEN": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **ours}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
