@@ -206,16 +206,7 @@ struct KeyGradients : BwdRole<Traits> {
 template <class Traits>
 MCP_DEVICE void backward_192(const BwdParams& params) {
     using Shared = BwdRolesShared<Traits>;
-    const Shared shared;
-    const int warpgroup = uniform(static_cast<i32>(ptx::thread_index()) / kWarpgroupSize);
-    const int warp = uniform(static_cast<i32>(ptx::thread_index()) / kWarpSize);
-    if (ptx::thread_index() == 0) shared.init_barriers();
-    ptx::sync_threads();
-    if (warpgroup == 0) {
-        ptx::set_max_registers_down<Traits::kProducerRegisters>();
-        if (warp == 0) BwdLoader<Traits, Shared>(params, shared).run();
-        if (warp == 1) BwdStorer<Traits, Shared>(params, shared).run();
-    } else {
+    move_and_consume<Traits, Shared>(params, [&](const Shared& shared, int warpgroup) {
         ptx::set_max_registers_up<Traits::kConsumerRegisters>();
         if (warpgroup == 1) {
             ValueGradients<Traits> consumer(params, shared);
@@ -224,7 +215,7 @@ MCP_DEVICE void backward_192(const BwdParams& params) {
             KeyGradients<Traits> consumer(params, shared);
             consume(consumer);
         }
-    }
+    });
 }
 
 }  // namespace mcp::attn

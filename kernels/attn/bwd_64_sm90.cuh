@@ -166,24 +166,17 @@ template <class Traits>
 MCP_DEVICE void backward_64(const BwdParams& params) {
     static_assert(Traits::kHeadDim == 64 && Traits::kValueDim == 64, "gradients have 64 rows");
     using Shared = BwdRolesShared<Traits>;
-    const Shared shared;
-    const int warpgroup = uniform(static_cast<i32>(ptx::thread_index()) / kWarpgroupSize);
-    const int warp = uniform(static_cast<i32>(ptx::thread_index()) / kWarpSize);
-    if (ptx::thread_index() == 0) shared.init_barriers();
-    ptx::sync_threads();
-    if (warpgroup == 0) {
-        ptx::set_max_registers_down<Traits::kProducerRegisters>();
-        if (warp == 0) BwdLoader<Traits, Shared>(params, shared).run();
-        if (warp == 1) BwdStorer<Traits, Shared>(params, shared).run();
-    } else if (warpgroup <= Traits::kScoreConsumers) {
-        ptx::set_max_registers_down<Traits::kScoreRegisters>();
-        ScoreGradients<Traits> consumer(params, shared, warpgroup - 1);
-        consume(consumer);
-    } else {
-        ptx::set_max_registers_up<Traits::kConsumerRegisters>();
-        InputGradients<Traits> consumer(params, shared);
-        consume(consumer);
-    }
+    move_and_consume<Traits, Shared>(params, [&](const Shared& shared, int warpgroup) {
+        if (warpgroup <= Traits::kScoreConsumers) {
+            ptx::set_max_registers_down<Traits::kScoreRegisters>();
+            ScoreGradients<Traits> consumer(params, shared, warpgroup - 1);
+            consume(consumer);
+        } else {
+            ptx::set_max_registers_up<Traits::kConsumerRegisters>();
+            InputGradients<Traits> consumer(params, shared);
+            consume(consumer);
+        }
+    });
 }
 
 }  // namespace mcp::attn

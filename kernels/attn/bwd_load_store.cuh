@@ -201,4 +201,23 @@ struct BwdStorer {
     }
 };
 
+// What a CTA does: warpgroup 0 moves data, each other one runs `consume(shared, warpgroup)`.
+template <class Traits, class Shared, class Consume>
+MCP_DEVICE void move_and_consume(const BwdParams& params, Consume consume) {
+    const Shared shared;
+    const int warpgroup = uniform(static_cast<i32>(ptx::thread_index()) / kWarpgroupSize);
+    const int warp = uniform(static_cast<i32>(ptx::thread_index()) / kWarpSize);
+    if (ptx::thread_index() == 0) shared.init_barriers();
+    ptx::sync_threads();
+    if (warpgroup == 0) {
+        ptx::set_max_registers_down<Traits::kProducerRegisters>();
+        if (warp == 0) BwdLoader<Traits, Shared>(params, shared).run();
+        if constexpr (Traits::kAddsDq) {
+            if (warp == 1) BwdStorer<Traits, Shared>(params, shared).run();
+        }
+    } else {
+        consume(shared, warpgroup);
+    }
+}
+
 }  // namespace mcp::attn

@@ -46,18 +46,9 @@ struct BwdRolesShared : BwdRooms<Traits> {
     u32 landed;
 
     MCP_DEVICE BwdRolesShared() {
-        key_ring.barriers = base + Traits::kBarriersAt;
-        mail_ring.barriers = key_ring.barriers + Ring<1>::kBytes;
-        prob_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
-        query_ring.barriers = prob_ring.barriers + Ring<1>::kBytes;
-        dout_ring.barriers = query_ring.barriers + QueryStages::kBytes;
-        ds_ring.barriers = dout_ring.barriers + DoutStages::kBytes;
-        dq_ring.barriers = ds_ring.barriers + DsStages::kBytes;
-        landed = dq_ring.barriers + DqStages::kBytes;
-        static_assert(3 * Ring<1>::kBytes + QueryStages::kBytes + DoutStages::kBytes +
-                              DsStages::kBytes + DqStages::kBytes + 8 ==
-                          8 * Traits::kNumBarriers,
-                      "");
+        landed = place_rings<Traits::kNumBarriers>(base + Traits::kBarriersAt, key_ring, mail_ring,
+                                                   prob_ring, query_ring, dout_ring, ds_ring,
+                                                   dq_ring);
     }
 
     MCP_DEVICE Scores probs() const { return {base + Traits::kProbsAt}; }

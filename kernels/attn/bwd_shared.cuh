@@ -71,13 +71,8 @@ struct BwdShared : BwdRooms<Traits> {
     u32 landed;
 
     MCP_DEVICE BwdShared() {
-        key_ring.barriers = base + Traits::kBarriersAt;
-        dq_ring.barriers = key_ring.barriers + Ring<1>::kBytes;
-        mail_ring.barriers = dq_ring.barriers + Ring<1>::kBytes;
-        query_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
-        dout_ring.barriers = query_ring.barriers + Stages::kBytes;
-        landed = dout_ring.barriers + Stages::kBytes;
-        static_assert(3 * Ring<1>::kBytes + 2 * Stages::kBytes + 8 == 8 * Traits::kNumBarriers, "");
+        landed = place_rings<Traits::kNumBarriers>(base + Traits::kBarriersAt, key_ring, dq_ring,
+                                                   mail_ring, query_ring, dout_ring);
     }
 
     MCP_DEVICE Ds ds(int half) const { return {base + Traits::kDsAt + half * Traits::kDsBytes}; }

@@ -194,22 +194,12 @@ struct BwdConsumer {
 
 template <class Traits>
 MCP_DEVICE void backward(const BwdParams& params) {
-    const BwdShared<Traits> shared;
-    const int warpgroup = uniform(static_cast<i32>(ptx::thread_index()) / kWarpgroupSize);
-    const int warp = uniform(static_cast<i32>(ptx::thread_index()) / kWarpSize);
-    if (ptx::thread_index() == 0) shared.init_barriers();
-    ptx::sync_threads();
-    if (warpgroup == 0) {
-        ptx::set_max_registers_down<Traits::kProducerRegisters>();
-        if (warp == 0) BwdLoader<Traits, BwdShared<Traits>>(params, shared).run();
-        if (Traits::kAddsDq && warp == 1) {
-            BwdStorer<Traits, BwdShared<Traits>>(params, shared).run();
-        }
-    } else {
+    using Shared = BwdShared<Traits>;
+    move_and_consume<Traits, Shared>(params, [&](const Shared& shared, int warpgroup) {
         ptx::set_max_registers_up<Traits::kConsumerRegisters>();
         BwdConsumer<Traits> consumer(params, shared, warpgroup - 1);
         consume(consumer);
-    }
+    });
 }
 
 }  // namespace mcp::attn

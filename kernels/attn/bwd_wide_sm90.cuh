@@ -40,13 +40,8 @@ struct BwdWideShared : BwdRooms<Traits> {
     u32 landed;
 
     MCP_DEVICE BwdWideShared() {
-        key_ring.barriers = base + Traits::kBarriersAt;
-        mail_ring.barriers = key_ring.barriers + Ring<1>::kBytes;
-        query_ring.barriers = mail_ring.barriers + Ring<1>::kBytes;
-        dout_ring.barriers = query_ring.barriers + Stages::kBytes;
-        weights_ring.barriers = dout_ring.barriers + Stages::kBytes;
-        landed = weights_ring.barriers + Stages::kBytes;
-        static_assert(2 * Ring<1>::kBytes + 3 * Stages::kBytes + 8 == 8 * Traits::kNumBarriers, "");
+        landed = place_rings<Traits::kNumBarriers>(base + Traits::kBarriersAt, key_ring, mail_ring,
+                                                   query_ring, dout_ring, weights_ring);
     }
 
     // Of thread t of either warpgroup: vector i of 16 bytes at 2048 * i + 16 * t.
@@ -274,15 +269,7 @@ struct KeyGradients : BwdWideConsumer<Traits> {
 template <class Traits>
 MCP_DEVICE void backward_wide(const BwdParams& params) {
     using Shared = BwdWideShared<Traits>;
-    const Shared shared;
-    const int warpgroup = uniform(static_cast<i32>(ptx::thread_index()) / kWarpgroupSize);
-    const int warp = uniform(static_cast<i32>(ptx::thread_index()) / kWarpSize);
-    if (ptx::thread_index() == 0) shared.init_barriers();
-    ptx::sync_threads();
-    if (warpgroup == 0) {
-        ptx::set_max_registers_down<Traits::kProducerRegisters>();
-        if (warp == 0) BwdLoader<Traits, Shared>(params, shared).run();
-    } else {
+    move_and_consume<Traits, Shared>(params, [&](const Shared& shared, int warpgroup) {
         ptx::set_max_registers_up<Traits::kConsumerRegisters>();
         if (warpgroup == 1) {
             ValueGradients<Traits> consumer(params, shared);
@@ -291,7 +278,7 @@ MCP_DEVICE void backward_wide(const BwdParams& params) {
             KeyGradients<Traits> consumer(params, shared);
             consume(consumer);
         }
-    }
+    });
 }
 
 }  // namespace mcp::attn

@@ -59,14 +59,8 @@ struct FwdShared {
 
     MCP_DEVICE FwdShared() {
         base = (ptx::dynamic_shared() + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
-        query_ring.barriers = base + Traits::kBarriersAt;
-        mail_ring.barriers = query_ring.barriers + Ring<1>::kBytes;
-        key_ring.barriers = mail_ring.barriers + Mails::kBytes;
-        value_ring.barriers = key_ring.barriers + Stages::kBytes;
-        tail = value_ring.barriers + Stages::kBytes;
-        static_assert(
-            Ring<1>::kBytes + Mails::kBytes + 2 * Stages::kBytes + 8 == 8 * Traits::kNumBarriers,
-            "");
+        tail = place_rings<Traits::kNumBarriers>(base + Traits::kBarriersAt, query_ring, mail_ring,
+                                                 key_ring, value_ring);
     }
 
     MCP_DEVICE Queries queries() const { return {base + Traits::kQueryAt}; }

@@ -45,9 +45,9 @@ MCP_DEVICE void store_row_16(
 }
 
 // One of the thread's two rows of fragments whose columns are rows in memory, `stride` apart, and
-// of which each continues the one before, 64 rows on; in fp32, or added to what is there. `first` is
-// the place of the row in the thread's first column, from which on `num_columns` exist. Eight lanes
-// write the 32 bytes of a column, a whole sector.
+// of which each continues the one before, 64 rows on; in fp32, or added to what is there. `first`
+// is the place of the row in the thread's first column, from which on `num_columns` exist. Eight
+// lanes write the 32 bytes of a column, a whole sector.
 template <bool kAdds, int kChunks, int kSize>
 MCP_DEVICE void store_column_f32(float* first,
                                  i64 stride,

@@ -136,6 +136,7 @@ struct BwdWideTraits {
     static constexpr int kStages = kStages_;
     static constexpr int kDoutStages = kStages;
     static constexpr bool kSoftcap = kSoftcap_;
+    static constexpr bool kAddsDq = false;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr int kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
@@ -186,6 +187,7 @@ struct BwdRolesTraits {
     static constexpr int kStages = kStages_;
     static constexpr int kDoutStages = kDoutStages_;
     static constexpr int kDsStages = kDsStages_;
+    static constexpr bool kAddsDq = true;
     static constexpr int kThreads = 128 * (kConsumers + 1);
 
     // Register pool per lane: 3 x 168 = 24 + 2 x 240, or 4 x 128 > 24 + 2 x 120 + 240.
@@ -224,9 +226,9 @@ struct BwdRolesTraits {
     static_assert(kSharedBytes <= kMaxSharedBytes, "more shared memory than a CTA can have");
 };
 
-// Head dims 192 and 256: one consumer makes the probabilities and dv, the other ds, dk and dq. There
-// is room for one stage of some things alone: of dq and dout at 256, of ds where values are as wide
-// as keys.
+// Head dims 192 and 256: one consumer makes the probabilities and dv, the other ds, dk and dq.
+// There is room for one stage of some things alone: of dq and dout at 256, of ds where values are
+// as wide as keys.
 template <class T, int kHeadDim, int kValueDim, int kStages>
 using Bwd192Traits = BwdRolesTraits<T,
                                     kHeadDim,

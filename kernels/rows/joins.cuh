@@ -1,5 +1,5 @@
-// What the kernels of this folder share: a warp takes an item at a time, and joins all that comes to
-// its row.
+// What the kernels of this folder share: a warp takes an item at a time, and joins all that comes
+// to its row.
 #pragma once
 
 #include <mcp/platform.cuh>

@@ -1,5 +1,5 @@
-// Merges rows of partial attention results into others: a warp per row and head, the result read and
-// written once. Source: Milakov & Gimelshein, arXiv:1805.02867, section 3.1.
+// Merges rows of partial attention results into others: a warp per row and head, the result read
+// and written once. Source: Milakov & Gimelshein, arXiv:1805.02867, section 3.1.
 #pragma once
 
 #include <mcp/fragment.cuh>

@@ -56,8 +56,8 @@ MCP_DEVICE void issue_a_b(float (&d)[kSize], TileA a, TileB b, int b_panel) {
     ptx::wgmma_commit();
 }
 
-// d [64, rows of B] += A' B' for panel `a_panel` of A, 64 columns; the reduction runs along the rows
-// of A and the columns of B.
+// d [64, rows of B] += A' B' for panel `a_panel` of A, 64 columns; the reduction runs along the
+// rows of A and the columns of B.
 template <class T, class TileA, class TileB, int kSize>
 MCP_DEVICE void issue_at_bt(float (&d)[kSize], TileA a, int a_panel, TileB b) {
     static_assert(2 * kSize == TileB::kRows && TileA::kRows == TileB::kColumns, "shapes differ");

@@ -53,4 +53,13 @@ struct Ring {
     MCP_DEVICE void release(Position at) const { ptx::mbarrier_arrive(empty(at)); }
 };
 
+// Gives rings their barriers, one ring behind another from `at`; returns the end, where there is
+// room for the last of kBarriers.
+template <int kBarriers, class... Rings>
+MCP_DEVICE u32 place_rings(u32 at, Rings&... rings) {
+    static_assert((Rings::kBytes + ...) == 8 * (kBarriers - 1), "traits.h and ring.cuh disagree");
+    ((rings.barriers = at, at += Rings::kBytes), ...);
+    return at;
+}
+
 }  // namespace mcp
