@@ -1,11 +1,14 @@
 """The model of machine code, on listings of a few lines whose cycles can be counted by hand."""
 
+import json
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import tools.kernel_model.__main__ as command
 from tools.kernel_model import disassemble, record
 from tools.kernel_model.__main__ import OURS, joint_figures, known_variants, main, shape_of
 from tools.kernel_model.issue import DeadlockError, Work, steady_state
@@ -312,6 +315,33 @@ def test_the_record_is_of_todays_kernels():
     assert record.stale(record.read(), known_variants()) == set()
     for one in record.read().values():  # nothing keeps tensor cores busy for longer than it takes
         assert 0 < max(one["default"], one["tight"], *one["masked"].values()) <= 1.0
+
+
+def test_only_kernels_of_other_sources_or_of_another_compiler_are_modelled_anew(
+    monkeypatch, tmp_path
+):
+    before = json.loads(record.PATH.read_text(encoding="utf-8"))
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(record, "PATH", path)
+    figures, variants = before["model, not measured"], known_variants()
+    modelled = []
+
+    def model(names):
+        modelled.append(set(names))
+        return {name: figures[name] for name in names}
+
+    monkeypatch.setattr(command, "modelled", model)
+    compiler = SimpleNamespace(name=before["compiler"])
+    monkeypatch.setattr(command.compilers, "find_compiler", lambda kind: compiler)
+    old = {**figures, "fwd_64": {**figures["fwd_64"], "default": 0.1, "source": "another"}}
+    path.write_text(json.dumps({**before, "model, not measured": old}), encoding="utf-8")
+    for wanted in ({"fwd_64"}, set(), set(variants)):
+        assert main(["--record"]) == 0
+        assert modelled.pop() == wanted
+        after = json.loads(path.read_text(encoding="utf-8"))
+        assert after == {**before, "compiler": compiler.name}
+        if not wanted:
+            compiler.name = "nvcc of another day"
 
 
 ROWS = {

@@ -3,7 +3,7 @@
     PYTHONPATH=. python -m tools.kernel_model                      our kernels, compiled with nvcc
     PYTHONPATH=. python -m tools.kernel_model --json bwd_128       one of them, all figures
     PYTHONPATH=. python -m tools.kernel_model --peer _C.so         FlashAttention-3's kernels of another library
-    PYTHONPATH=. python -m tools.kernel_model --record             every kernel of ours, into record.json
+    PYTHONPATH=. python -m tools.kernel_model --record             ours whose sources changed, into record.json
 
 For the loop over full tiles, and in the backward pass over masked ones: the share of the cycles in which the
 products need the tensor cores, under the assumptions `default` / `tight`. Then the cycles that a work item of
@@ -32,7 +32,7 @@ from tools.kernel_model.kernels import Figures, Shape, both_figures, ways_throug
 from tools.kernel_model.listing import read_listing
 from tools.kernel_model.peers import PEERS
 
-OURS = ("fwd_64", "fwd_128", "fwd_256", "bwd_64", "bwd_128", "dkdv_256", "dq_256")
+OURS = ("fwd_64", "fwd_128", "fwd_256", "bwd_64", "bwd_128", "bwd_192", "bwd_256")
 KINDS = {"forward": "fwd", "backward": "bwd", "backward_dkdv": "dkdv", "backward_dq": "dq"}
 
 
@@ -133,6 +133,32 @@ def line(name: str, both: dict[str, Figures]) -> str:
     return text
 
 
+def modelled(
+    names: Sequence[str], peer: Path | None = None, *, tells: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Returns the figures of kernels, printed one by one if wished."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="mcp-model-") as folder:
+        for name, text, shape in listings(names, peer, Path(folder)):
+            both = both_figures(ways_through(read_listing(text), shape), shape)
+            found[name] = as_json(both)
+            if tells:
+                print(line(name, both), flush=True)
+    return found
+
+
+def bring_up_to_date() -> int:
+    """Models the kernels whose record is of other sources, or of another compiler, and keeps their figures."""
+    variants, compiler = known_variants(), compilers.find_compiler("nvcc").name
+    kept = record.read(compiler)
+    stale = sorted(record.stale(kept, variants))
+    print(f"{len(variants) - len(stale)} of {len(variants)} kernels are as they were", flush=True)
+    for name, figures in modelled(stale).items():
+        kept[name] = figures | {"rows": item_rows(variants[name])}
+    record.write(kept, variants, compiler)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -147,40 +173,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", type=Path, metavar="FILE", help="a library or a folder of cubins")
     parser.add_argument("--json", action="store_true", help="print all figures")
     parser.add_argument(
-        "--record", action="store_true", help=f"model every kernel, and write {record.PATH.name}"
+        "--record", action="store_true", help=f"bring {record.PATH.name} up to date"
     )
     options = parser.parse_args(arguments)
-    if options.record:
-        options.names, options.peer = list(known_variants()), None
     unknown = [name for name in options.names if name not in known_variants()]
     if unknown:
         parser.error(f"unknown kernel {unknown[0]!r}; one of {', '.join(known_variants())}")
-    found = {}
     try:
-        with tempfile.TemporaryDirectory(prefix="mcp-model-") as folder:
-            for name, text, shape in listings(options.names or OURS, options.peer, Path(folder)):
-                both = both_figures(ways_through(read_listing(text), shape), shape)
-                found[name] = as_json(both)
-                if not options.json:
-                    print(line(name, both), flush=True)
-            found |= joint_figures(found)
+        if options.record:
+            return bring_up_to_date()
+        found = modelled(options.names or OURS, options.peer, tells=not options.json)
     except (ToolError, compilers.NoCompilerError, compilers.CompileError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    if options.record:
-        kept = {
-            name: (
-                known_variants()[name],
-                found[name] | {"rows": item_rows(known_variants()[name])},
-            )
-            for name in options.names
-        }
-        record.write(kept, compilers.find_compiler("nvcc").name)
-    if not options.json:
-        for name in joint_figures(found):
-            print(f"{name:22s} {found[name]['default']:.3f} / {found[name]['tight']:.3f}   as one")
+    joint = joint_figures(found)
+    if options.json:
+        print(json.dumps({"model, not measured": found | joint}, indent=1))
     else:
-        print(json.dumps({"model, not measured": found}, indent=1))
+        for name, both in joint.items():
+            print(f"{name:22s} {both['default']:.3f} / {both['tight']:.3f}   as one")
     return 0
 
 
