@@ -21,6 +21,8 @@ def run_compiled(program: str, cache: Path) -> str:
         # Scalar code: torch would first compile programs that find out what the CPU's vectors are.
         "TORCHINDUCTOR_CPP_SIMDLEN": "0",
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        # In this process: a pool of others costs an import of torch in each, for two kernels.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     done = subprocess.run(
         [sys.executable, "-c", program],
