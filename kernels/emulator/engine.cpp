@@ -9,6 +9,7 @@
 #include "engine/mbarrier.cpp"
 #include "engine/operand.cpp"
 #include "engine/shared_memory.cpp"
+#include "engine/stacks.cpp"
 #include "engine/tensor_map.cpp"
 #include "engine/tma.cpp"
 #include "engine/wgmma.cpp"

@@ -1,8 +1,5 @@
 #include "cta.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -13,8 +10,6 @@ namespace mcp::emulator {
 
 namespace {
 
-constexpr std::size_t kStackBytes = 128 * 1024;
-constexpr std::size_t kPoisonedStackBytes = 16 * 1024;
 constexpr std::size_t kMaxHistoryBytes = 4 << 20;
 // Only another CTA can set a global flag, so waiting for one ends by the clock on the wall.
 constexpr auto kFlagPatience = std::chrono::seconds(20);
@@ -39,7 +34,10 @@ Cta& this_cta() {
     return *current_cta;
 }
 
-Cta::Cta(const LaunchConfig& launch_config, int block, const std::function<void()>& kernel)
+Cta::Cta(const LaunchConfig& launch_config,
+         int block,
+         const std::function<void()>& kernel,
+         Stacks& stacks)
     : config(launch_config),
       block_index(block),
       random(launch_config.seed * 1000003 + static_cast<std::uint64_t>(block)),
@@ -49,24 +47,16 @@ Cta::Cta(const LaunchConfig& launch_config, int block, const std::function<void(
       shared(shared_base(launch_config, block), launch_config.shared_bytes),
       kernel_(kernel) {
     mbarriers.reserve(kMaxMBarriers);
-    const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-    void* memory = mmap(nullptr, threads.size() * kStackBytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) {
+    if (!stacks.allocated()) {
         error = "the emulator cannot allocate stacks: not enough memory";
         return;
     }
-    stacks_ = static_cast<std::uint8_t*>(memory);
     for (std::size_t i = 0; i < threads.size(); ++i) {
-        std::uint8_t* stack = stacks_ + i * kStackBytes;
-        mprotect(stack, page, PROT_NONE);
-        auto* poison = reinterpret_cast<std::uint32_t*>(stack + kStackBytes - kPoisonedStackBytes);
-        std::fill(poison, poison + kPoisonedStackBytes / 4, kUninitialised);
         Thread& thread = threads[i];
         thread.index = static_cast<int>(i);
         std::fill(std::begin(thread.observed_phase), std::end(thread.observed_phase), -2);
         thread.tick();
-        make_context(thread.context, stack, kStackBytes, enter, &thread);
+        make_context(thread.context, stacks.poisoned(i), Stacks::kBytes, enter, &thread);
     }
     for (Warp& warp : warps) {
         warp.ready_lanes = kAllLanes;
@@ -75,10 +65,6 @@ Cta::Cta(const LaunchConfig& launch_config, int block, const std::function<void(
     ready_warps_ = warps.size() == 32 ? kAllLanes : (1u << warps.size()) - 1;
     alive_ = static_cast<int>(threads.size());
     choose_policy();
-}
-
-Cta::~Cta() {
-    if (stacks_ != nullptr) munmap(stacks_, threads.size() * kStackBytes);
 }
 
 // Seed 0 is kind: work completes soon. Other seeds delay it, some until nothing else can happen,

@@ -16,6 +16,7 @@
 #include "mbarrier.h"
 #include "products.h"
 #include "shared_memory.h"
+#include "stacks.h"
 
 namespace mcp::emulator {
 
@@ -123,8 +124,11 @@ struct Failure {};
 
 class Cta {
   public:
-    Cta(const LaunchConfig& config, int block, const std::function<void()>& kernel);
-    ~Cta();
+    // Its threads take over `stacks`, at least as many as they are.
+    Cta(const LaunchConfig& config,
+        int block,
+        const std::function<void()>& kernel,
+        Stacks& stacks);
     Cta(const Cta&) = delete;
     Cta& operator=(const Cta&) = delete;
 
@@ -173,7 +177,6 @@ class Cta {
     void check_end();
 
     const std::function<void()>& kernel_;
-    std::uint8_t* stacks_ = nullptr;
     Context scheduler_;
     std::vector<Pending> pending_;
     std::uint32_t ready_warps_ = 0;

@@ -40,8 +40,9 @@ LaunchReport launch(const LaunchConfig& config, const std::function<void()>& ker
     std::atomic<bool> failed{false};
     std::mutex merging;
     const auto work = [&] {
+        Stacks stacks(static_cast<std::size_t>(config.num_threads));
         for (int block = next++; block < config.num_blocks && !failed; block = next++) {
-            Cta cta(config, block, kernel);
+            Cta cta(config, block, kernel, stacks);
             const bool fine = cta.run();
             const std::lock_guard<std::mutex> guard(merging);
             report.history += cta.history;

@@ -69,6 +69,33 @@ std::uint32_t mn_major_address(const MatrixDescriptor& d, int k, int chunk) {
                            d.swizzle);
 }
 
+namespace {
+
+constexpr int kBlockRows = 4;     // whose sums do not wait for each other
+constexpr int kBlockColumns = 8;  // n is a multiple of 8
+using Block = float __attribute__((vector_size(4 * kBlockColumns)));
+
+__attribute__((always_inline)) inline void multiply_block(float (*d)[kMaxProductColumns],
+                                                          const float (*a)[kProductDepth],
+                                                          const float (*b)[kMaxProductColumns],
+                                                          int column,
+                                                          bool accumulate) {
+    Block sum[kBlockRows] = {};
+    for (int row = 0; row < kBlockRows && accumulate; ++row) {
+        std::memcpy(&sum[row], d[row] + column, sizeof(Block));
+    }
+    for (int k = 0; k < kProductDepth; ++k) {
+        Block values;
+        std::memcpy(&values, b[k] + column, sizeof(Block));
+        for (int row = 0; row < kBlockRows; ++row) sum[row] += a[row][k] * values;
+    }
+    for (int row = 0; row < kBlockRows; ++row) {
+        std::memcpy(d[row] + column, &sum[row], sizeof(Block));
+    }
+}
+
+}  // namespace
+
 #if defined(__x86_64__) && defined(__GLIBC__)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
@@ -77,15 +104,9 @@ void multiply(float (*d)[kMaxProductColumns],
               const float (*b)[kMaxProductColumns],
               int n,
               bool accumulate) {
-    constexpr int kBlock = 8;  // n is a multiple of 8
-    for (int row = 0; row < kProductRows; ++row) {
-        for (int column = 0; column < n; column += kBlock) {
-            float sum[kBlock];
-            for (int j = 0; j < kBlock; ++j) sum[j] = accumulate ? d[row][column + j] : 0.0f;
-            for (int k = 0; k < kProductDepth; ++k) {
-                for (int j = 0; j < kBlock; ++j) sum[j] += a[row][k] * b[k][column + j];
-            }
-            for (int j = 0; j < kBlock; ++j) d[row][column + j] = sum[j];
+    for (int row = 0; row < kProductRows; row += kBlockRows) {
+        for (int column = 0; column < n; column += kBlockColumns) {
+            multiply_block(d + row, a + row, b, column, accumulate);
         }
     }
 }
