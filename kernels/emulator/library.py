@@ -28,7 +28,7 @@ KERNELS = Path(__file__).resolve().parent.parent
 EMULATOR = KERNELS / "emulator"
 # Without contraction the same source gives the same bits on every CPU.
 FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra")
-ENGINE_FLAGS = ("-O2", "-fvisibility=hidden")
+ENGINE_FLAGS = ("-O3", "-fvisibility=hidden")
 KERNEL_FLAGS = ("-O1", "-Wno-unknown-pragmas")
 
 
