@@ -2,8 +2,8 @@
 
     make test PYTEST_ARGS=--write-durations        measures again, on a quiet machine of two cores
 
-Those of 2026-11-25 were taken beside other work, and halved. Nothing depends on them but order and choice: a test that
-is not known is short.
+Those of files are of 2026-11-27: processor time, of a file's programs and ranks too, since other work went on beside.
+Nothing depends on them but order and choice: a test that is not known is short.
 """
 
 import json
