@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_cp.mask import from_slices
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.wrapping import put_hook
 from megatron_cp.plan import AttentionPlan
@@ -107,14 +108,18 @@ def roll_by_order(
     """Returns each row's successor in its document, and their sum over the context group / cp_size.
 
     `values_T` holds this rank's rows in dispatched order, `[..., T]`. The last token of a document, and
-    padding, get 0. The sum is Megatron's count of loss tokens when a loss mask is rolled: divided by cp_size
-    it makes the averages over ranks that Megatron takes equal the mean over the whole pack, at every CP size.
-    `cp_group` serves where `params.cp_group` is None. Collective: every rank of the context group calls it.
+    padding, get 0; in a loss mask, which alone is no integer, so do rows that see their successor's. The sum is
+    Megatron's count of loss tokens when a loss mask is rolled: divided by cp_size it makes the averages over
+    ranks that Megatron takes equal the mean over the whole pack, at every CP size. `cp_group` serves where
+    `params.cp_group` is None. Collective: every rank of the context group calls it.
     """
     values_T = values_T.as_subclass(torch.Tensor)
     plan, group = params.plans["full"], params.cp_group or cp_group
     rank = 0 if group is None else dist.get_rank(group)
-    keep_T = torch.from_numpy(_has_successor(plan)[rank].copy()).to(values_T.device)
+    keep = _has_successor(plan)[rank]
+    if values_T.is_floating_point():
+        keep = keep & ~_sees_successor(plan)[rank]
+    keep_T = torch.from_numpy(keep.copy()).to(values_T.device)
     shape = values_T.shape
     if params.num_samples > 1:  # [..., b, T / b] is one stream
         values_T = values_T.flatten(-2)
@@ -134,3 +139,16 @@ def _has_successor(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.bool_]]:
     starts = document_starts(plan)
     is_last[starts[starts > 0] - 1] = True
     return ~is_last[plan.global_from_local]
+
+
+@functools.lru_cache(maxsize=64)
+def _sees_successor(plan: AttentionPlan) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Returns bool `[P, T]`: whether the row sees that of its token's successor, as in a prefix.
+
+    The token that a prediction layer lets a row predict is an input of its successor's row: it would be copied.
+    """
+    size = plan.num_tokens
+    ahead = plan.mask & from_slices(size, size, [(0, size, 0, size, 1, 1)])
+    sees = np.zeros(plan.global_from_local.size, dtype=np.bool_)
+    sees[:size] = ahead.area_of_rows(np.arange(size + 1)) > 0
+    return sees[plan.global_from_local]

@@ -178,3 +178,55 @@ def test_multi_token_prediction_is_megatrons_at_every_context_parallel_size(per_
         ours = run_on_ranks(cp, _train_mtp, case)[0]
         for step in range(4):
             assert ours[step] == pytest.approx(own[step], rel=5e-5), (cp, step)
+
+
+PREFIX, LENGTH = 5, 9
+
+
+def _gradients_of_one_prediction(rank, world_size, target):
+    """Gradient of each token's embedding, from the predictions of token `target` by two layers alone."""
+    case = Case(attention="planned", cp=world_size).with_options(mtp_num_layers=2)
+    with parallel_state(case) as groups:
+        from megatron_cp.config import CPConfig
+        from megatron_cp.mask import packed
+        from megatron_cp.mcore.batch import local_batch
+        from megatron_cp.plan.planner import make_plan
+
+        (model,) = _mtp_chunks(case, tiny_gpt.make_config(case))
+        model.eval()  # no loss is kept for a log
+        lengths, total = (LENGTH, 4), LENGTH + 4
+        plan = make_plan(
+            packed.documents(lengths, within=[("prefix", PREFIX), "causal"]),
+            world_size,
+            CPConfig(chunk_size=1, topology="cpu"),
+        )
+        batch = SimpleNamespace(
+            tokens=np.arange(total),
+            labels=np.arange(1, total + 1),
+            loss_mask=(np.arange(1, total + 1) == target).astype(np.float32),
+            position_ids=np.concatenate([np.arange(length) for length in lengths]),
+        )
+        group = groups.get_context_parallel_group()
+        planned = SimpleNamespace(batch=batch, plans={"full": plan})
+        local = local_batch(planned, rank, "cpu", cp_group=group)
+        losses = model(
+            local.tokens,
+            local.position_ids,
+            None,
+            labels=local.labels,
+            packed_seq_params=local.params,
+            loss_mask=local.loss_mask,
+        )
+        (losses * 0).sum().backward()  # what is left are the losses of the predictions
+        gradient = model.embedding.word_embeddings.weight.grad
+        torch.distributed.all_reduce(gradient, group=group)
+        return gradient.norm(dim=1)[:total].tolist()
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("target", range(PREFIX, LENGTH))
+def test_no_prediction_of_a_token_sees_it(cp: int, target: int):
+    gradients = run_on_ranks(cp, _gradients_of_one_prediction, target)[0]
+    assert gradients[target] == 0
+    # The first layer predicts it from the row two tokens before, which must not lie inside the prefix.
+    assert (sum(gradients) > 0) == (target - 2 >= PREFIX - 1)
