@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_cp.mcore.layer_patterns import layer_pattern
+
 GATED_DELTA_NET = ("gated_delta_net", "gdn")
 """Names of the one kind that is served; the second is that of Megatron-Core 0.20."""
 
@@ -24,10 +26,10 @@ def linear_pattern(variant: str | None, frequency: _Frequency, num_layers: int) 
     """
     if variant not in GATED_DELTA_NET:
         return (False,) * num_layers
-    if isinstance(frequency, int) and frequency > 0:
-        return tuple((layer + 1) % frequency != 0 for layer in range(num_layers))
-    if isinstance(frequency, list) and len(frequency) == num_layers:
-        return tuple(bool(flag) for flag in frequency)
+    if (isinstance(frequency, int) and frequency > 0) or (
+        isinstance(frequency, list) and len(frequency) == num_layers
+    ):
+        return tuple(layer_pattern("linear_attention_freq", frequency, num_layers))
     raise ValueError(
         f"linear_attention_freq={frequency} must say of each of {num_layers} layers whether it is linear: N, every "
         f"Nth layer is softmax attention, or a list of {num_layers} numbers, 1 for linear and 0 for softmax attention"

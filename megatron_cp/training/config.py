@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_cp.mcore.layer_patterns import layer_pattern
 from megatron_cp.mcore.linear_layers import linear_layers
 
 Windows = int | list[int] | None
@@ -79,31 +80,19 @@ class ModelConfig:
         """Format of parameters and activations."""
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
 
-    def is_window_layer(self, layer: int) -> bool:
-        """Whether layer `layer` (from 1) looks through the sliding window.
-
-        Source: Megatron-Core's `is_layer_window_attention`: every Nth layer is full, or a list of 0
-        (full) and 1 (window).
-        """
-        if self.window_size is None:
-            return False
-        frequency = self.window_attn_skip_freq
-        if frequency is None:
-            return True
-        if isinstance(frequency, int):
-            return layer % frequency != 0
-        return bool(frequency[layer - 1])
-
     def layers_by_mask(self) -> dict[str, int]:
         """Returns how many layers attend in full and how many through the window; linear ones do neither.
 
         Layers of predictions follow those of the decoder, and are of the last one's kind.
         """
         is_linear = linear_layers(self)
-        kinds = (*is_linear, *is_linear[-1:] * (self.mtp_num_layers or 0))
-        softmax = [layer for layer, linear in enumerate(kinds, 1) if not linear]
-        window = sum(map(self.is_window_layer, softmax))
-        return {"full": len(softmax) - window, "window": window}
+        is_linear += is_linear[-1:] * (self.mtp_num_layers or 0)
+        is_window = [self.window_size is not None] * len(is_linear)
+        if self.window_size is not None and self.window_attn_skip_freq is not None:
+            frequency = self.window_attn_skip_freq
+            is_window = layer_pattern("window_attn_skip_freq", frequency, len(is_linear))
+        softmax = [one for one, linear in zip(is_window, is_linear, strict=True) if not linear]
+        return {"full": softmax.count(False), "window": softmax.count(True)}
 
     @property
     def shown_mask(self) -> str:

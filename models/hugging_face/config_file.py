@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_cp.mcore.layer_patterns import PATTERNS, layer_pattern
 from megatron_cp.models.hugging_face.families import FAMILIES, Family
 from megatron_cp.models.hugging_face.refusal import ConversionError, listing, refuse
 from megatron_cp.models.hugging_face.settings import Arguments, Config
@@ -236,19 +237,10 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
 
 def _layer_by_layer(arguments: Arguments, num_layers: int) -> Arguments:
     """Returns arguments that say of each layer what it is, however that was said."""
-    layers = range(num_layers)
-    written_out: Arguments = {
-        "moe_layer_freq": lambda every: [layer % every == 0 for layer in layers],
-        "no_rope_freq": lambda every: [(layer + 1) % every == 0 for layer in layers],
-        **dict.fromkeys(
-            ("linear_attention_freq", "window_attn_skip_freq"),
-            lambda every: [(layer + 1) % every != 0 for layer in layers],
-        ),
-    }
-    given = {name: arguments[name] for name in written_out if arguments.get(name)}
-    patterns = {
-        name: written_out[name](value) if isinstance(value, int) else [bool(on) for on in value]
-        for name, value in given.items()
+    patterns: Arguments = {
+        name: layer_pattern(name, arguments[name], num_layers)
+        for name in PATTERNS
+        if arguments.get(name)
     }
     if arguments["experimental_attention_variant"] == "gdn":  # Megatron-Core 0.20's name
         patterns["experimental_attention_variant"] = "gated_delta_net"

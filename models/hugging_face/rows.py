@@ -29,6 +29,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from megatron_cp.mcore.layer_patterns import expert_layers
+from megatron_cp.mcore.linear_layers import linear_layers_of
+
 Place = Literal["model", "layer", "linear layer", "dense layer", "expert layer", "expert"]
 Arguments = dict[str, Any]
 Sizes = Mapping[str, int]
@@ -219,22 +222,6 @@ def sizes_of(arguments: Arguments) -> Sizes:
     return sizes
 
 
-def has_experts(arguments: Arguments, layer: int) -> bool:
-    """Whether the MLP of this layer (from 0) is a mixture of experts."""
-    if not arguments.get("num_experts"):
-        return False
-    frequency = arguments.get("moe_layer_freq", 1)
-    return frequency[layer] == 1 if isinstance(frequency, list) else layer % frequency == 0
-
-
-def is_linear(arguments: Arguments, layer: int) -> bool:
-    """Whether this layer (from 0) has linear attention."""
-    if not arguments.get("experimental_attention_variant"):
-        return False
-    frequency = arguments["linear_attention_freq"]
-    return bool(frequency[layer] if isinstance(frequency, list) else (layer + 1) % frequency)
-
-
 def is_stacked_by_layer(arguments: Arguments) -> bool:
     """Whether Megatron stores a tensor of all layers as one, with an axis for the layer."""
     if arguments.get("experimental_attention_variant"):
@@ -264,11 +251,12 @@ def pieces_of(
             sizes=sizes,
         )
     num_layers = arguments["num_layers"]
+    is_expert, is_linear = expert_layers(arguments), linear_layers_of(arguments)
     for layer in range(num_layers):
         index, leading = ((layer,), (num_layers,)) if stacked else ((), ())
         prefix = LAYERS if stacked else f"{LAYERS}{layer}."
-        mlp: Place = "expert layer" if has_experts(arguments, layer) else "dense layer"
-        mixer: Place = "linear layer" if is_linear(arguments, layer) else "layer"
+        mlp: Place = "expert layer" if is_expert[layer] else "dense layer"
+        mixer: Place = "linear layer" if is_linear[layer] else "layer"
         for row in (*_rows(tables, mixer, arguments), *_rows(tables, mlp, arguments)):
             yield Piece(
                 row=row,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_cp.mcore.layer_patterns import layer_pattern
+
 Config = Mapping[str, Any]
 Arguments = dict[str, Any]
 
@@ -120,7 +122,7 @@ def _windows_from_config(config: Config) -> Arguments:
     is_window = _layers_of_kind("sliding_attention", kinds)
     if not any(is_window):
         return {"window_size": None, "window_attn_skip_freq": None}
-    every_second = [(layer + 1) % 2 for layer in range(len(kinds))]
+    every_second = layer_pattern("window_attn_skip_freq", 2, len(kinds))
     return {
         "window_size": (config["sliding_window"] - 1, 0),
         "window_attn_skip_freq": 2 if is_window == every_second else is_window,
@@ -129,13 +131,9 @@ def _windows_from_config(config: Config) -> Arguments:
 
 def _windows_to_config(arguments: Arguments) -> dict[str, Any]:
     size, frequency = arguments["window_size"], arguments["window_attn_skip_freq"]
-    layers = range(arguments["num_layers"])
-    if size is None:
-        is_window = [False for _ in layers]
-    elif isinstance(frequency, int):
-        is_window = [(layer + 1) % frequency != 0 for layer in layers]
-    else:
-        is_window = [bool(flag) for flag in frequency or [1 for _ in layers]]
+    is_window = [size is not None] * arguments["num_layers"]
+    if size is not None and frequency is not None:
+        is_window = layer_pattern("window_attn_skip_freq", frequency, arguments["num_layers"])
     return {
         "sliding_window": None if size is None else size[0] + 1,
         "layer_types": ["sliding_attention" if on else "full_attention" for on in is_window],
@@ -177,16 +175,13 @@ def _linear_layers_from_config(config: Config) -> Arguments:
     ]
     is_linear = _layers_of_kind("linear_attention", kinds)
     first = (is_linear.index(0) if 0 in is_linear else count) + 1
-    regular = [int((layer + 1) % first != 0) for layer in range(count)]
+    regular = layer_pattern("linear_attention_freq", first, count)
     return {"linear_attention_freq": first if is_linear == regular else is_linear}
 
 
 def _linear_layers_to_config(arguments: Arguments) -> dict[str, Any]:
-    frequency, layers = arguments["linear_attention_freq"], range(arguments["num_layers"])
-    if isinstance(frequency, list):
-        is_linear = [bool(flag) for flag in frequency]
-    else:
-        is_linear = [(layer + 1) % frequency != 0 for layer in layers]
+    name = "linear_attention_freq"
+    is_linear = layer_pattern(name, arguments[name], arguments["num_layers"])
     return {"layer_types": [f"{'linear' if on else 'full'}_attention" for on in is_linear]}
 
 
@@ -277,11 +272,9 @@ def _frequency(is_expert: list[int]) -> int | list[int]:
     return 1 if all(is_expert) else is_expert
 
 
-def _expert_layers(arguments: Arguments) -> list[int]:
-    frequency, num_layers = arguments["moe_layer_freq"], arguments["num_layers"]
-    if isinstance(frequency, list):
-        return frequency
-    return [int(layer % frequency == 0) for layer in range(num_layers)]
+def _expert_layers(arguments: Arguments) -> list[bool]:
+    name = "moe_layer_freq"
+    return layer_pattern(name, arguments[name], arguments["num_layers"])
 
 
 def _sparse_layers_from_config(config: Config) -> Arguments:
@@ -309,7 +302,9 @@ FIRST_DENSE_LAYERS = Setting(
             ]
         )
     },
-    to_config=lambda arguments: {"first_k_dense_replace": [*_expert_layers(arguments), 1].index(1)},
+    to_config=lambda arguments: {
+        "first_k_dense_replace": [*_expert_layers(arguments), True].index(True)
+    },
 )
 
 

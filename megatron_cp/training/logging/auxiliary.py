@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_cp.mcore import compat
+from megatron_cp.mcore.layer_patterns import expert_layers
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.flops import expert_layers
 
 _NAMES = {
     "aux_loss": "load_balancing_loss",

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_cp.mcore.layer_patterns import expert_layers
 from megatron_cp.mcore.linear_layers import linear_layers_of
 
 _PASSES = 3  # forward, and backward with respect to the inputs and to the weights
@@ -72,19 +73,6 @@ def gpt_flops(
         score_width=arguments["num_attention_heads"] * sum(_head_sizes(arguments)),
         num_layers={name: count for name, count in num_layers.items() if count},
     )
-
-
-def expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
-    """Returns for each decoder layer whether it has experts.
-
-    Source: `moe_layer_freq` of Megatron-Core: every Nth layer from the first, or a list of 0 and 1.
-    """
-    num_layers, frequency = arguments["num_layers"], arguments.get("moe_layer_freq") or 1
-    if not arguments.get("num_experts"):
-        return [False] * num_layers
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(num_layers)]
-    return [bool(flag) for flag in frequency]
 
 
 def _head_sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,0 +1,39 @@
+"""Which layers are of a kind, where Megatron-LM's setting is a number N or a list of a flag for each layer.
+
+    N = 3                     layer 1 2 3 4 5 6
+    window_attn_skip_freq           x x . x x .     looks through the window
+    linear_attention_freq           x x . x x .     is linear attention
+    no_rope_freq                    . . x . . x     does not rotate
+    moe_layer_freq                  x . . x . .     has experts
+
+Source: Megatron-Core's `is_layer_window_attention`, `TransformerConfig` and `get_gpt_decoder_layer_specs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_OF_KIND: dict[str, Callable[[int, int], bool]] = {
+    "window_attn_skip_freq": lambda layer, every: layer % every != 0,
+    "linear_attention_freq": lambda layer, every: layer % every != 0,
+    "no_rope_freq": lambda layer, every: layer % every == 0,
+    "moe_layer_freq": lambda layer, every: (layer - 1) % every == 0,
+}
+PATTERNS = tuple(_OF_KIND)
+"""Names of these settings."""
+
+
+def layer_pattern(name: str, frequency: int | Sequence[int], num_layers: int) -> list[bool]:
+    """Returns for each layer whether it is of the kind that the setting `name` is about."""
+    if isinstance(frequency, int):
+        return [_OF_KIND[name](layer, frequency) for layer in range(1, num_layers + 1)]
+    return [bool(flag) for flag in frequency]
+
+
+def expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
+    """Returns for each decoder layer whether it has experts."""
+    if not arguments.get("num_experts"):
+        return [False] * arguments["num_layers"]
+    frequency = arguments.get("moe_layer_freq") or 1
+    return layer_pattern("moe_layer_freq", frequency, arguments["num_layers"])
