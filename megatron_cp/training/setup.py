@@ -208,6 +208,8 @@ def count_parameters(model: list[Any]) -> int:
 def _wrap(config: TrainConfig, chunk: Any, *, is_first: bool) -> Any:
     """Returns the chunk inside Megatron's DistributedDataParallel."""
     options = config.parallel
+    # Megatron-LM's, so that either reads optimizer state that the other has saved by buckets.
+    bucket_size = 1_000_000 * options.data_parallel_size * options.context_parallel_size
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=options.overlap_grad_reduce,
@@ -216,7 +218,7 @@ def _wrap(config: TrainConfig, chunk: Any, *, is_first: bool) -> Any:
         num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
         fp8_param_gather=options.fp8_param_gather,
         check_for_nan_in_grad=False,  # it would end one rank alone; bad_steps looks on all together
-        bucket_size=options.ddp_bucket_size or max(40_000_000, 1_000_000 * options.world_size),
+        bucket_size=options.ddp_bucket_size or max(40_000_000, bucket_size),
     )
     return DistributedDataParallel(
         config=chunk.config, ddp_config=settings, module=chunk, disable_bucketing=not is_first
