@@ -69,20 +69,25 @@ def _rows_multiple(args: Namespace, tp: int) -> int:
     return split * (32 if getattr(args, "fp8", None) else 1)
 
 
-def cp_config_from_arguments(
-    args: Namespace, *, on_cuda: bool, element_bytes: int | None = None
-) -> CPConfig:
+def head_sizes(settings: Any) -> tuple[int, int]:
+    """Returns the head size of queries and keys, and that of values, by Megatron's configuration or by arguments."""
+    if getattr(settings, "multi_latent_attention", False):
+        return settings.qk_head_dim + settings.qk_pos_emb_head_dim, settings.v_head_dim
+    size = settings.kv_channels or settings.hidden_size // settings.num_attention_heads
+    return size, size
+
+
+def cp_config_from_arguments(args: Namespace, *, on_cuda: bool) -> CPConfig:
     """Returns the planner's settings that these arguments (Megatron-LM's names and ours) mean.
 
     Args:
         args: parsed and completed arguments.
         on_cuda: decides the default topology.
-        element_bytes: bytes of an activation; None follows --bf16 and --fp16.
     """
     tp = getattr(args, "tensor_model_parallel_size", 1)
     heads = args.num_attention_heads
     kv_heads = args.num_query_groups if getattr(args, "group_query_attention", False) else heads
-    head_dim = args.kv_channels or args.hidden_size // heads
+    head_dim, value_head_dim = head_sizes(args)
     half = getattr(args, "bf16", False) or getattr(args, "fp16", False)
     settings: dict[str, Any] = {
         "planner": args.cp_planner,
@@ -90,12 +95,13 @@ def cp_config_from_arguments(
         "num_heads": heads // tp,
         "num_kv_heads": max(1, kv_heads // tp),
         "head_dim": head_dim,
+        "value_head_dim": None if value_head_dim == head_dim else value_head_dim,
         "topology": read_topology(args.cp_topology or ("h100" if on_cuda else "cpu")),
         # Runs recorded before these flags existed are reported all the same.
         "rank_speeds": read_rank_speeds(getattr(args, "cp_rank_speeds", None)),
         "max_received_mb": getattr(args, "cp_max_received_mb", None),
         "linear_state_bytes": linear_state_bytes(args, tp),
         "token_multiple": _rows_multiple(args, tp),
-        "element_bytes": element_bytes or (2 if half else 4),
+        "element_bytes": 2 if half else 4,
     }
     return CPConfig(**settings)

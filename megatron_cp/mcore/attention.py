@@ -107,9 +107,7 @@ class ContextParallelAttention(MegatronModule):
         # Megatron's QK-Clip reads it after the optimizer's step and sets it back to None.
         self.current_max_attn_logits: torch.Tensor | None = None
         self._make_softmax_offset(sizes.num_heads)
-        # Megatron's latent attention is built twice: as plain attention, which is thrown away, then itself.
-        if k_channels is not None or not getattr(config, "multi_latent_attention", False):
-            layers.register(config, sizes)
+        layers.register(config, sizes)
 
     def _make_softmax_offset(self, num_heads: int) -> None:
         """Makes the sink logit of each head as Megatron does: none, zero ("off-by-one") or a parameter."""

@@ -67,7 +67,7 @@ class ContextGatedDeltaNet(GatedDeltaNet):
         self.layer_number, self.pg_collection = max(1, layer_number), pg_collection
         self.tp_size = pg_collection.tp.size()
         self._set_sizes()
-        sizes = layers.attention_sizes(config, self.tp_size, None, None)
+        sizes = layers.attention_sizes(config, self.tp_size)
         self._plans = PlanFinder(config, self.layer_number, sizes, thd_split=thd_split)
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
         self.in_proj = build_module(

@@ -17,6 +17,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_cp.config import CPConfig
 from megatron_cp.data.batch import PlanRequest
+from megatron_cp.mcore.arguments import head_sizes
 from megatron_cp.mcore.linear_layers import linear_layers, linear_state_bytes
 
 _requests: set[PlanRequest] = set()
@@ -25,14 +26,16 @@ _wishes: dict[str, Any] = {}
 
 
 def attention_sizes(
-    config: Any, tp_size: int, head_dim: int | None, value_head_dim: int | None
+    config: Any, tp_size: int, k_channels: int | None = None, v_channels: int | None = None
 ) -> CPConfig:
     """Returns the sizes that the attention of one tensor rank plans with; None: as `config` has them."""
+    head_dim, value_head_dim = head_sizes(config)
+    head_dim, value_head_dim = k_channels or head_dim, v_channels or value_head_dim
     return CPConfig(
         num_heads=config.num_attention_heads // tp_size,
         num_kv_heads=max(1, config.num_query_groups // tp_size),
-        head_dim=head_dim or config.kv_channels,
-        value_head_dim=value_head_dim,
+        head_dim=head_dim,
+        value_head_dim=None if value_head_dim == head_dim else value_head_dim,
         element_bytes=config.params_dtype.itemsize,
     )
 
@@ -44,11 +47,7 @@ def register(config: Any, plan_config: CPConfig) -> None:
 
 def register_stage(config: Any) -> None:
     """Remembers the model of a stage that may hold no softmax attention; layers that it holds are believed first."""
-    head_dim = value_head_dim = None
-    if getattr(config, "multi_latent_attention", False):
-        head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-        value_head_dim = config.v_head_dim
-    sizes = attention_sizes(config, config.tensor_model_parallel_size, head_dim, value_head_dim)
+    sizes = attention_sizes(config, config.tensor_model_parallel_size)
     _requests_without_layers.add(_request_of(config, sizes))
 
 

@@ -231,6 +231,16 @@ def test_flags_become_the_planners_settings_per_tensor_parallel_rank():
     assert cp_config_from_arguments(defaults, on_cuda=True).topology == "h100"
 
 
+def test_rows_of_latent_attention_are_as_wide_as_its_heads():
+    parser = add_context_parallel_arguments(ArgumentParser())
+    model = {"num_attention_heads": 8, "kv_channels": 16, "hidden_size": 128}
+    latent = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64}
+    for values, size in ((128, 128), (192, None)):  # None: as wide as keys
+        args = Namespace(**vars(parser.parse_args([])), **model, **latent, v_head_dim=values)
+        config = cp_config_from_arguments(args, on_cuda=False)
+        assert (config.num_kv_heads, config.head_dim, config.value_head_dim) == (8, 192, size)
+
+
 def test_a_measured_profile_serves_as_topology(tmp_path):
     cell = {"rows": 128, "keys": 128, "forward_tflops": 90, "backward_tflops": 70}
     links = {"node_size": 4, "inner_gbytes_per_s": 300, "outer_gbytes_per_s": 40, "latency_us": 9}

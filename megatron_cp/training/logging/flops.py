@@ -14,10 +14,12 @@ s^2.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_cp.mcore.arguments import head_sizes
 from megatron_cp.mcore.layer_patterns import expert_layers
 from megatron_cp.mcore.linear_layers import linear_layers_of
 
@@ -70,22 +72,15 @@ def gpt_flops(
     extra = prediction * (layers[-1] + 2 * hidden * hidden + hidden * vocab_size)
     return ModelFlops(
         matrix_parameters=sum(layers) + hidden * vocab_size + extra,
-        score_width=arguments["num_attention_heads"] * sum(_head_sizes(arguments)),
+        score_width=arguments["num_attention_heads"] * sum(head_sizes(Namespace(**arguments))),
         num_layers={name: count for name, count in num_layers.items() if count},
     )
-
-
-def _head_sizes(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the head size of queries and keys, and that of values."""
-    if arguments.get("multi_latent_attention"):
-        return arguments["qk_head_dim"] + arguments["qk_pos_emb_head_dim"], arguments["v_head_dim"]
-    return arguments["kv_channels"], arguments["kv_channels"]
 
 
 def _attention(arguments: Mapping[str, Any]) -> int:
     """Returns the parameters of a layer's projections."""
     hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
-    key_size, value_size = _head_sizes(arguments)
+    key_size, value_size = head_sizes(Namespace(**arguments))
     if not arguments.get("multi_latent_attention"):
         gate = bool(arguments.get("attention_output_gate"))
         return int(hidden * key_size * ((2 + gate) * heads + 2 * arguments["num_query_groups"]))
