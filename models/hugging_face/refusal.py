@@ -21,8 +21,8 @@ def refuse(*reasons: str) -> ConversionError:
     return ConversionError(reasons)
 
 
-def listing(names: Iterable[str], limit: int = 20) -> str:
-    """`a, b, c` with at most `limit` names and how many more there are."""
+def listing(names: Iterable[str]) -> str:
+    """Returns `a, b, c`: the first 20 names, and how many more there are."""
     found = list(names)
-    more = f" and {len(found) - limit} more" if len(found) > limit else ""
-    return ", ".join(found[:limit]) + more
+    more = f" and {len(found) - 20} more" if len(found) > 20 else ""
+    return ", ".join(found[:20]) + more

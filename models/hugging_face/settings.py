@@ -224,17 +224,17 @@ UNROTATED_LAYERS = Setting(
 )
 
 
-def switch(key: str, argument: str, default: bool) -> Setting:
-    """Returns a switch that both sides have; `default` holds where config.json is silent."""
+def switch(key: str, argument: str) -> Setting:
+    """Returns a switch that both sides have; it is off where config.json is silent."""
     return Setting(
         keys=(key,),
-        to_arguments=lambda config: {argument: bool(config.get(key, default))},
+        to_arguments=lambda config: {argument: bool(config.get(key))},
         to_config=lambda arguments: {key: arguments[argument]},
     )
 
 
-QKV_BIASES = switch("attention_bias", "add_qkv_bias", False)
-QK_NORMS = switch("use_qk_norm", "qk_layernorm", False)
+QKV_BIASES = switch("attention_bias", "add_qkv_bias")
+QK_NORMS = switch("use_qk_norm", "qk_layernorm")
 
 NUM_EXPERTS = same("num_local_experts", "num_experts", "num_experts")
 NUM_EXPERTS_ALONE = same("num_experts", "num_experts")
