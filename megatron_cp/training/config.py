@@ -58,7 +58,6 @@ class ModelConfig:
     """What this loop itself must know of the model; Megatron-Core gets `TrainConfig.arguments`."""
 
     num_layers: int
-    kv_channels: int
     attention_dropout: float
     window_size: tuple[int, int] | None
     window_attn_skip_freq: Windows

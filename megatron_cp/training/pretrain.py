@@ -26,6 +26,7 @@ from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.loggable_text import without_secrets
+from megatron_cp.mcore.arguments import head_sizes
 from megatron_cp.training import datasets, exit_signal
 from megatron_cp.training.arguments import build_parser
 from megatron_cp.training.bad_steps.attempt import LocalGradients
@@ -220,16 +221,19 @@ def _said_of(problem: Exception) -> str:
 def check_backend(config: TrainConfig) -> None:
     """Raises ValueError or NotImplementedError where `--cp-backend` cannot serve this run."""
     on_cuda = torch.cuda.is_available()
-    rows = torch.zeros(
-        (1, 1, config.model.kv_channels),
-        device=torch.device("cuda", config.parallel.local_rank) if on_cuda else torch.device("cpu"),
-        dtype=config.model.dtype,
-        requires_grad=True,
+    keys, values = (
+        torch.zeros(
+            (1, 1, size),
+            device=torch.device("cuda", config.parallel.local_rank) if on_cuda else "cpu",
+            dtype=config.model.dtype,
+            requires_grad=True,
+        )
+        for size in head_sizes(config.namespace())
     )
     resolve_options(
-        rows,
-        rows,
-        rows,
+        keys,
+        keys,
+        values,
         backend=config.model.cp_backend,
         deterministic=config.steps.deterministic_mode,
         dropout_p=config.model.attention_dropout,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_cp.training.arguments import judge_arguments
+from megatron_cp.training.arguments import judge_arguments, parse_arguments
 from megatron_cp.training.arguments.machine import GPU_MACHINE
 from tests.training.commands import MODEL, SMALL_RUN, STEPS
 from tests.training.verdicts import parse, refusal
@@ -213,6 +213,16 @@ def test_positions_that_latent_attention_does_not_heed_are_one_line(capsys, flag
 
 def test_latent_attention_without_yarn_may_rotate_a_share():
     parse(*OF_LATENT, LATENT, "--rope-type", "rope", "--rotary-percent", "0.5")
+
+
+def test_a_backend_is_asked_for_the_heads_of_latent_attention():
+    from megatron_cp.training.pretrain import check_backend  # after the stand-ins of conftest.py
+
+    run = [*OF_LATENT, LATENT, "--bf16", "--cp-backend", "emulated", "--v-head-dim", "128"]
+    check_backend(parse_arguments([*run, "--kv-channels", "300"], {}))  # 192 and 128 are built
+    wide = parse_arguments([*run, "--kv-channels", "128", "--qk-head-dim", "256"], {})
+    with pytest.raises(NotImplementedError, match="no forward kernel for head_dim=320"):
+        check_backend(wide)
 
 
 def test_latent_attention_has_qk_clip_on_tensor_ranks():
