@@ -4,7 +4,7 @@
 #
 #   HF=path/to/model CHATS=chats.jsonl bash examples/finetune_on_chats.sh
 #
-# HF is a folder with config.json, *.safetensors and the tokenizer (seven families, docs/convert.md); a line of CHATS is
+# HF is a folder with config.json, *.safetensors and the tokenizer (of a family of docs/convert.md); a line of CHATS is
 # {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.
 set -euo pipefail
 HF="$(realpath "${HF:?give HF=<folder of a Hugging Face model>}")"

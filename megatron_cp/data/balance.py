@@ -58,9 +58,8 @@ def assign_packs(
     """
     if micro_batch_size < 1 or dp_size < 1 or len(costs) % (dp_size * micro_batch_size):
         raise ValueError(
-            f"global_batch_size={len(costs)} must be a multiple of dp_size * micro_batch_size = "
-            f"{dp_size} * {micro_batch_size}; "
-            "change --global-batch-size or --micro-batch-size"
+            f"global_batch_size={len(costs)} must be a multiple of dp_size * micro_batch_size = {dp_size} * "
+            f"{micro_batch_size}; change --global-batch-size or --micro-batch-size"
         )
     sizes = costs if areas is None else areas
     together = deal_by_cost(sizes, len(costs) // micro_batch_size)

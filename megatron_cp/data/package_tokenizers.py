@@ -57,10 +57,7 @@ class SentencePieceTokenizer:
         package = _require("sentencepiece", tokenizer_type)
         try:
             self._backend = package.SentencePieceProcessor(model_file=str(self.path))
-        except (
-            RuntimeError,
-            OSError,
-        ) as error:  # what the library raises for a file of another kind
+        except (RuntimeError, OSError) as error:  # for a file of another kind
             raise ValueError(
                 f"--tokenizer-model {str(self.path)!r} is not a sentencepiece model ({error}); "
                 "give a .model file"

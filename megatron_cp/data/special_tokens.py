@@ -82,8 +82,8 @@ def register_special_tokens(backend: Any, config: Mapping[str, Any], file: Path)
     if lacking := [token.content for token in others if backend.token_to_id(token.content) is None]:
         raise ValueError(
             f"{file} lacks tokens that tokenizer_config.json or special_tokens_map.json adds: "
-            f"{', '.join(lacking[:5])}; "
-            "texts with them would be cut otherwise: save the tokenizer anew with transformers"
+            f"{', '.join(lacking[:5])}; texts with them would be cut otherwise: save the tokenizer anew with "
+            "transformers"
         )
     backend.add_tokens(others)
     return [repr(token) for token in others]

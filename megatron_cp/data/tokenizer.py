@@ -116,17 +116,14 @@ class HuggingFaceTokenizer:
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         if not file.is_file():
             raise FileNotFoundError(
-                f"--tokenizer-model {os.fspath(path)!r}: {file} does not exist; give a "
-                "tokenizer.json or its directory on this machine "
-                "(names on a hub are not downloaded)"
+                f"--tokenizer-model {os.fspath(path)!r}: {file} does not exist; give a tokenizer.json or its "
+                "directory on this machine (names on a hub are not downloaded)"
             )
         from tokenizers import Tokenizer as Backend  # the package is needed by this class alone
 
         try:
             self._backend = Backend.from_file(str(file))
-        except (
-            BaseException
-        ) as error:  # the library raises bare ones, and panics of Rust, for bad files
+        except BaseException as error:  # for bad files: bare exceptions, and panics of Rust
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise ValueError(

@@ -243,7 +243,6 @@ def _refuse_extras(attention_bias: torch.Tensor | None, variant_inputs: dict[str
         given.append("attention_bias")
     if given:
         raise NotImplementedError(
-            f"core attention was given {', '.join(given)}; only query, key, value and a mask are "
-            "served; "
-            "use Megatron's own attention for this variant"
+            f"core attention was given {', '.join(given)}; only query, key, value and a mask are served; use "
+            "Megatron's own attention for this variant"
         )

@@ -58,9 +58,8 @@ def install() -> bool:
         return True
     if "megatron.core" in sys.modules:
         raise RuntimeError(
-            "megatron.core is already imported, without CUDA and without the CPU stand-ins; it "
-            "must come after them: "
-            "call megatron_cp.mcore.cpu.install() before anything that imports megatron.core"
+            "megatron.core is already imported, without CUDA and without the CPU stand-ins; it must come after "
+            "them: call megatron_cp.mcore.cpu.install() before anything that imports megatron.core"
         )
     _disable_compilation()
     _answer_device_calls()

@@ -146,7 +146,6 @@ def _check_rows(plan: AttentionPlan, num_rows: int, group: Any) -> None:
     if (plan.tokens_per_rank, plan.cp_size) != (num_rows, group.size()):
         raise ValueError(
             f"a layer has {num_rows} rows on each of {group.size()} context ranks; the plan is for "
-            f"{plan.tokens_per_rank} rows on "
-            f"{plan.cp_size} ranks; build the batch and the plan from the same pack and "
-            "context-parallel size"
+            f"{plan.tokens_per_rank} rows on {plan.cp_size} ranks; build the batch and the plan from the same "
+            "pack and context-parallel size"
         )

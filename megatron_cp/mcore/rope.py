@@ -135,7 +135,6 @@ def _replacement_of(rotary: torch.nn.Module) -> type:
         else type(rotary).__name__
     )
     raise NotImplementedError(
-        f"rotary_pos_emb={kind}; position ids are served for RotaryEmbedding and "
-        "YarnRotaryEmbedding; "
-        "train another one with Megatron's own attention"
+        f"rotary_pos_emb={kind}; position ids are served for RotaryEmbedding and YarnRotaryEmbedding; train "
+        "another one with Megatron's own attention"
     )

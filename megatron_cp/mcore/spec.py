@@ -103,8 +103,7 @@ def with_context_parallel(
     if not num_replaced:
         raise ValueError(
             f"spec={type(spec).__name__} holds no core_attention; give a layer spec such as "
-            "get_gpt_layer_local_spec(), "
-            "a TransformerBlockSubmodules or an MTP block spec"
+            "get_gpt_layer_local_spec(), a TransformerBlockSubmodules or an MTP block spec"
         )
     return copy
 

@@ -48,8 +48,7 @@ def band_of(mask_type: AttnMaskType, window: tuple[int, int] | None) -> Band:
     """
     if mask_type not in (*_CAUSAL, *_FULL):
         raise NotImplementedError(
-            f"attn_mask_type={mask_type}; without ContextParallelParams it must be causal, "
-            "padding_causal, "
+            f"attn_mask_type={mask_type}; without ContextParallelParams it must be causal, padding_causal, "
             "causal_bottom_right, no_mask or (packed) padding; give any other mask as a plan in "
             "packed_seq_params"
         )
@@ -154,9 +153,8 @@ def documents_of(params: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
             and (queries is None or not torch.equal(queries, keys))
         ):
             raise NotImplementedError(
-                "cu_seqlens_q and cu_seqlens_kv differ; context-parallel self attention needs the "
-                "same documents on "
-                "both sides; pass one cu_seqlens for both"
+                "cu_seqlens_q and cu_seqlens_kv differ; context-parallel self attention needs the same "
+                "documents on both sides; pass one cu_seqlens for both"
             )
     rows = zip(padded[:-1], padded[1:], real[:-1], real[1:], strict=True)
     documents = [(start, stop, end - begin) for start, stop, begin, end in rows if stop > start]
@@ -206,9 +204,7 @@ def check_mask_is_causal(
     lets queries see later keys takes no dense mask. Raises NotImplementedError for every other mask: it is
     never ignored.
     """
-    is_known = (
-        not attention_mask.is_inference()
-    )  # one of inference has no version, and is looked at each time
+    is_known = not attention_mask.is_inference()  # that has no version: looked at each time
     seen = (attention_mask._version if is_known else None, plan.digest())
     if is_known and band[1] == 0 and _checked_masks.get(attention_mask) == seen:
         return

@@ -64,7 +64,7 @@ def check_writable(flag: str, folder: str | None) -> None:
         ) from None
 
 
-def free_name(folder: Path, name: str) -> Path:
-    """Returns the first of name-1, name-2, ... that is not in the folder."""
-    paths = (folder / f"{name}-{number}" for number in itertools.count(1))
+def free_name(folder: Path) -> Path:
+    """Returns the first of earlier-1, earlier-2, ... that is not in the folder."""
+    paths = (folder / f"earlier-{number}" for number in itertools.count(1))
     return next(path for path in paths if not path.exists())

@@ -28,7 +28,7 @@ _STATE_OF_A_RUN = (
 def check_sources(
     infos: Mapping[str, TensorInfo], pieces: Sequence[Piece], leave_out: Sequence[str]
 ) -> tuple[dict[str, torch.dtype], list[str]]:
-    """(type by Megatron's key, names left out as asked) of a Hugging Face folder.
+    """Returns (type by Megatron's key, names left out as asked) of a Hugging Face folder.
 
     Raises:
         ConversionError: listing every tensor that is missing, of another shape or type, or unknown.
@@ -100,7 +100,7 @@ def _one(found: set[torch.dtype | str]) -> torch.dtype:
 def check_stored(
     reader: TorchDistReader, pieces: Sequence[Piece], leave_out: Sequence[str]
 ) -> tuple[list[Stored], list[str]]:
-    """(pieces with their keys and types, names left behind) of a Megatron checkpoint.
+    """Returns (pieces with their keys and types, names left behind) of a Megatron checkpoint.
 
     State of a run is left behind and counted by kind, and what `leave_out` names.
 
@@ -143,7 +143,7 @@ def _counted(names: Sequence[str]) -> list[str]:
 
 
 def _fits(piece: Piece, found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Equal, but for rows of padding."""
+    """Returns whether shapes are equal, but for rows of padding."""
     if piece.row.padded:
         return found[1:] == expected[1:] and found[0] >= piece.num_rows
     return found == expected
@@ -160,7 +160,7 @@ def _unknown_lines(reader: TorchDistReader, unknown: Iterable[str]) -> Iterator[
 
 
 def _sort_out(names: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(names that a pattern matches, the others)."""
+    """Returns (names that a pattern matches, the others)."""
     found = list(names)
     left = [name for name in found if any(fnmatchcase(name, pattern) for pattern in patterns)]
     return left, [name for name in found if name not in left]

@@ -60,7 +60,7 @@ def family_of(config: Config) -> Family:
 def arguments_of(
     config: Config, *, make_vocab_size_divisible_by: int = 1, ignored_keys: Collection[str] = ()
 ) -> Arguments:
-    """Megatron-LM's arguments of the model, with the padded vocabulary.
+    """Returns Megatron-LM's arguments of the model, with the padded vocabulary.
 
     Args:
         config: content of config.json.
@@ -127,7 +127,7 @@ def _check_counts(arguments: Arguments) -> None:
 
 
 def config_of(family: Family, arguments: Arguments) -> dict[str, Any]:
-    """config.json recomputed from Megatron-LM's arguments: what decides the model, no more.
+    """Returns a config.json made from Megatron-LM's arguments: what decides the model, no more.
 
     Raises:
         ConversionError: naming the arguments that the checkpoint does not hold.
@@ -248,7 +248,7 @@ def _layer_by_layer(arguments: Arguments, num_layers: int) -> Arguments:
 
 
 def _means_the_same(one: Any, other: Any) -> bool:
-    """Equal, where a tuple may be a list and an absent value may be None, False or 0."""
+    """Returns whether values are equal, where a tuple may be a list and an absent value None, False or 0."""
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return list(one) == list(other)
     return bool(one == other or (not one and not other))

@@ -164,7 +164,7 @@ def to_hugging_face(request: Request) -> Report:
 
 
 def _config_for(request: Request, source: Path, saved: Arguments) -> dict[str, Any]:
-    """config.json of the model: carried along, given, or recomputed for a family that was named."""
+    """Returns config.json of the model: carried along, given, or made for a family that was named."""
     if request.family is None or (source / "config.json").is_file():
         if not (source / "config.json").is_file():
             raise refuse(
@@ -267,7 +267,7 @@ def _saved_arguments(request: Request, arguments: Arguments, dtype: torch.dtype)
 
 @contextmanager
 def _written_aside(target: Path) -> Iterator[Path]:
-    """A new folder that becomes `target` at the end; after a failure nothing is left of it."""
+    """Yields a new folder that becomes `target` at the end; after a failure nothing is left of it."""
     aside = target.with_name(f"{target.name}.unfinished")
     if aside.exists():  # a conversion that was killed leaves it
         shutil.rmtree(aside)

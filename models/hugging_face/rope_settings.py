@@ -15,7 +15,7 @@ _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def _rope(config: Config) -> tuple[int | float, str, dict[str, Any]]:
-    """(base, kind, what else is said) of either form: flat with rope_scaling, or rope_parameters.
+    """Returns (base, kind, what else is said) of either form: flat with rope_scaling, or rope_parameters.
 
     Raises NotImplementedError where both are there and differ: versions of transformers take one or the other.
     """

@@ -127,14 +127,14 @@ class Piece:
 
 
 def by_group(sizes: Sizes) -> np.ndarray:
-    """Order of query, key and value rows: each kv head behind the query heads that share it."""
+    """Returns the order of query, key and value rows: each kv head behind the query heads that share it."""
     parts = np.split(np.arange(sizes["Q"] + 2 * sizes["K"]), [sizes["Q"], sizes["Q"] + sizes["K"]])
     num_groups = sizes["K"] // sizes["D"]
     return np.concatenate([part.reshape(num_groups, -1) for part in parts], axis=1).ravel()
 
 
 def by_group_with_gate(sizes: Sizes) -> np.ndarray:
-    """The same where each head's gate lies behind its query: queries of a group, their gates, key, value."""
+    """Returns the same where a head's gate lies behind its query: queries of a group, their gates, key, value."""
     width, num_groups = sizes["D"], sizes["K"] // sizes["D"]
     both, key, value = np.split(
         np.arange(sizes["P"] + 2 * sizes["K"]), [sizes["P"], sizes["P"] + sizes["K"]]
@@ -145,7 +145,7 @@ def by_group_with_gate(sizes: Sizes) -> np.ndarray:
 
 
 def of_key_heads(section: int, *widths: str) -> Callable[[Sizes], np.ndarray]:
-    """Rows of one section of a tensor in which each key head has its part of every section, side by side."""
+    """Returns what gives the rows of a section, where each key head has its part of every section, side by side."""
 
     def rows(sizes: Sizes) -> np.ndarray:
         heads = sizes["key heads"]
@@ -157,7 +157,7 @@ def of_key_heads(section: int, *widths: str) -> Callable[[Sizes], np.ndarray]:
 
 
 def section_of(section: int, *widths: str) -> Callable[[Sizes], np.ndarray]:
-    """Rows of one of the sections that follow each other."""
+    """Returns what gives the rows of one of the sections that follow each other."""
 
     def rows(sizes: Sizes) -> np.ndarray:
         edges = np.cumsum([0, *(sizes[width] for width in widths)])
@@ -167,7 +167,7 @@ def section_of(section: int, *widths: str) -> Callable[[Sizes], np.ndarray]:
 
 
 def evens_then_odds(sizes: Sizes) -> np.ndarray:
-    """Order of rows that alternate between gate and up: all gates, then all ups."""
+    """Returns the order of rows that alternate between gate and up: all gates, then all ups."""
     rows = np.arange(sizes["G"])
     return np.concatenate([rows[::2], rows[1::2]])
 

@@ -94,7 +94,7 @@ class SafetensorsReader:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """File by tensor, as the index says; None where one file holds them all."""
+    """Returns the file of each tensor, as the index says; None where one file holds them all."""
     if not (folder / INDEX).is_file():
         if (folder / SINGLE).is_file():
             return None
@@ -173,7 +173,7 @@ class Shard:
 
 
 def plan_shards(specs: Specs, max_bytes: int) -> list[Shard]:
-    """Shards of at most `max_bytes` (a larger tensor gets its own), in the order given."""
+    """Returns shards of at most `max_bytes` (a larger tensor gets its own), in the order given."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name in specs:
@@ -219,7 +219,7 @@ def write_safetensors(
 
 
 def _layout(specs: Specs) -> tuple[bytes, dict[str, int]]:
-    """(everything before the tensors, where each begins in the file) of the safetensors format.
+    """Returns (everything before the tensors, where each begins in the file) of the safetensors format.
 
     Eight bytes with the length of a JSON header, the header, then tensors without gaps; those of
     wider types stand first, so that each is aligned.
@@ -246,7 +246,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def carry_files(source: Path, target: Path) -> tuple[list[str], list[str]]:
-    """Copies what stands beside the weights; (names copied, names of other things left behind)."""
+    """Copies what stands beside the weights; returns (names copied, names of other things left behind)."""
     copied, left = [], []
     for path in sorted(source.iterdir()):
         is_weight = path.name.endswith((*_WEIGHT_SUFFIXES, ".index.json"))

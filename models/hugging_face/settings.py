@@ -117,7 +117,7 @@ def _layers_of_kind(kind: str, kinds: Sequence[str]) -> list[int]:
 
 
 def _windows_from_config(config: Config) -> Arguments:
-    """HF: a window of w keys, the query's own among them, in layers of type sliding_attention."""
+    """Returns the windows. HF: w keys, the query's own among them, in layers of type sliding_attention."""
     kinds = config["layer_types"]
     is_window = _layers_of_kind("sliding_attention", kinds)
     if not any(is_window):
@@ -168,7 +168,7 @@ SWIGLU_LIMIT = same("swiglu_limit", "activation_func_clamp_value")
 
 
 def _linear_layers_from_config(config: Config) -> Arguments:
-    """HF: a kind for each layer, or a full one after each so many - 1 linear ones."""
+    """Returns the linear layers. HF: a kind for each layer, or a full one after each so many - 1 linear ones."""
     every, count = config.get("full_attention_interval", 4), config["num_hidden_layers"]
     kinds = config.get("layer_types") or [
         "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(count)
@@ -200,7 +200,7 @@ LINEAR_LAYERS = (
 
 
 def _unrotated_layers_from_config(config: Config) -> Arguments:
-    """HF: 1 for each layer that rotates, or none does after each so many - 1 that do."""
+    """Returns the layers that do not rotate. HF: 1 for each that does, or after each so many - 1 one does not."""
     every, count = config.get("no_rope_layer_interval", 4), config["num_hidden_layers"]
     rotates = config.get("no_rope_layers")
     if rotates is None:
@@ -242,7 +242,7 @@ ROUTED_EXPERTS = same("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def _top_k_from_config(config: Config) -> Arguments:
-    """Megatron-Core's weights of chosen experts sum to 1 only where there are at least two."""
+    """Returns how many experts are chosen: at least two, or Megatron-Core's weights of them would not sum to 1."""
     top_k = config["num_experts_per_tok"]
     if top_k < 2:
         raise NotImplementedError(

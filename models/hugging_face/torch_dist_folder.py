@@ -170,7 +170,7 @@ def write_common(folder: Path, arguments: Namespace) -> None:
 
 
 def checkpoint_folder(root: Path, iteration: int | None = None) -> Path:
-    """`<root>/iter_N` or `<root>/release`, as the tracker says or the iteration given.
+    """Returns `<root>/iter_N` or `<root>/release`, as the tracker says or the iteration given.
 
     Raises:
         ConversionError: where there is no such folder, or no complete one.

@@ -137,7 +137,7 @@ def move_aside(root: Path, after: int | None = None) -> Path | None:
             return None
     if after is not None and not later:
         return None
-    aside = free_name(root, "earlier")
+    aside = free_name(root)
     aside.mkdir()
     shutil.copyfile(root / TRACKER, aside / TRACKER)
     if after is None:
@@ -183,9 +183,8 @@ def latest_iteration(root: str | Path) -> int | None:
         return None
     if not (text.isascii() and text.isdigit()):
         raise DamagedCheckpointError(
-            f"{tracker} holds {text[:40]!r}; it must be an iteration number; write the number of "
-            "a complete iter_ folder "
-            "into it, or give --ckpt-step, or --ckpt-fallback for the newest good one"
+            f"{tracker} holds {text[:40]!r}; it must be an iteration number; write the number of a complete "
+            "iter_ folder into it, or give --ckpt-step, or --ckpt-fallback for the newest good one"
         )
     return int(text)
 

@@ -44,9 +44,8 @@ class RunFiles:
         self.folder = folder
         arguments = loggable_arguments(description["arguments"])
         told = loggable({**description, "arguments": arguments, "command": None})
-        told["command"] = loggable_command(
-            description.get("command", ())
-        )  # in words: `--flag=value` is one
+        # In words: `--flag=value` is one.
+        told["command"] = loggable_command(description.get("command", ()))
         self._run = {"schema": SCHEMA, **told, "finished": None}
         self._samples = _read_samples(folder, description)
         # A finished run that is started again evaluates its last iteration as before.
@@ -111,7 +110,7 @@ def _move_aside(folder: Path) -> None:
     rows = folder / "metrics.jsonl"
     if not rows.is_file() or not rows.stat().st_size:
         return
-    aside = free_name(folder, "earlier")
+    aside = free_name(folder)
     aside.mkdir()
     for name in ("run.json", "metrics.jsonl", "plan.json", TEXTS):
         with suppress(FileNotFoundError):

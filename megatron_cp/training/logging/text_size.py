@@ -10,9 +10,8 @@ import numpy as np
 from megatron_cp.data.document_set import Documents
 from megatron_cp.data.tokenizer import Tokenizer
 
-SAMPLE_TOKENS = (
-    1 << 16
-)  # the ratio of a mixed corpus is then known to about a per cent; tens of milliseconds
+# The ratio of a mixed corpus is then known to about a per cent, in tens of milliseconds.
+SAMPLE_TOKENS = 1 << 16
 
 
 def bytes_per_token(documents: Documents, tokenizer: Tokenizer | None) -> float | None:
