@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -78,9 +77,8 @@ class IndexedWriter:
         limits = np.iinfo(self.dtype)
         if len(values) and (values.min() < limits.min or values.max() > limits.max):
             raise ValueError(
-                f"token ids of document {len(self._documents) - 1} span [{values.min()}, "
-                f"{values.max()}], {self.dtype} holds "
-                f"[{limits.min}, {limits.max}]; choose the dtype with token_dtype(vocab_size)"
+                f"token ids of document {len(self._documents) - 1} span [{values.min()}, {values.max()}], "
+                f"{self.dtype} holds [{limits.min}, {limits.max}]; choose the dtype with token_dtype(vocab_size)"
             )
         block = values.astype(self.dtype).tobytes()
         with _naming(self.prefix):
@@ -153,12 +151,7 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.discard()  # after finish() there is nothing left to remove
 
 

@@ -14,7 +14,6 @@ import collections
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from megatron_cp.data.balance import assign_in_order, assign_packs
@@ -337,10 +336,5 @@ class PackedLoader:
     def __enter__(self) -> PackedLoader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
