@@ -9,6 +9,7 @@ Every byte is read by `safe_load`. A version of Megatron-Core writes its own for
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,27 @@ def places_of_objects(index: Metadata) -> dict[str, Any]:
         for entry, place in index.storage_data.items()
         if not isinstance(kinds.get(entry.fqn), TensorStorageMetadata)
     }
+
+
+def short_files(folder: Path, index: Metadata) -> Iterator[tuple[Path, str, int]]:
+    """Yields the files that are missing or shorter than the index says: what each is, and the bytes it must have.
+
+    Raises DamagedCheckpointError for a piece that the index does not place.
+    """
+    ends: dict[str, int] = {}
+    try:
+        for place in index.storage_data.values():
+            end = int(place.offset) + int(place.length)
+            ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise DamagedCheckpointError(
+            f"{folder / '.metadata'} is damaged: it has a piece without its place; {ANOTHER_CHECKPOINT}"
+        ) from None
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found is None or found < end:
+            yield file, "missing" if found is None else f"{found} bytes", end
 
 
 def object_bytes(folder: Path, place: Any) -> io.BytesIO:

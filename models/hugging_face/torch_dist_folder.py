@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_cp.mcore.checkpoint_objects import COMMON_FILE, read_common
+from megatron_cp.mcore.checkpoint_objects import COMMON_FILE, read_common, short_files
 from megatron_cp.mcore.safe_load import read_index
 from megatron_cp.models.hugging_face.refusal import refuse
 from megatron_cp.models.hugging_face.rows import Piece
@@ -208,40 +208,29 @@ class TorchDistReader:
         """Reads the metadata; no tensor.
 
         Raises:
-            ConversionError: for metadata that cannot be read.
+            ConversionError: for metadata that cannot be read, and files that are missing or too short.
         """
         self.folder = folder
         self._reader = FileSystemReader(folder)
         try:
             self._metadata = read_index(folder / ".metadata")
+            short = next(short_files(folder, self._metadata), None)
         except ValueError as problem:
             raise refuse(
                 f"{folder / '.metadata'} cannot be read ({problem}); it must be the metadata of a "
                 "torch_dist checkpoint; give another --ckpt-step"
             ) from None
+        if short is not None:
+            file, state, end = short
+            raise refuse(
+                f"{file} is {state}; .metadata says that it has at least {end} bytes; give another --ckpt-step"
+            )
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         entries = self._metadata.state_dict_metadata
         self.tensors = {
             key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
         }
         self.objects = sorted(set(entries) - set(self.tensors))
-        self._check_files()
-
-    def _check_files(self) -> None:
-        """Refuses a checkpoint whose files are missing or too short."""
-        ends: dict[str, int] = {}
-        for place in self._metadata.storage_data.values():
-            end = place.offset + place.length
-            ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
-        for name, end in sorted(ends.items()):
-            path = self.folder / name
-            found = path.stat().st_size if path.is_file() else None
-            if found is None or found < end:
-                state = "missing" if found is None else f"{found} bytes long"
-                raise refuse(
-                    f"{path} is {state}; .metadata says that it has at least {end} bytes; give "
-                    "another --ckpt-step"
-                )
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of the run that wrote it, under our names; empty where it holds none."""

@@ -12,11 +12,9 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError, unreadable
 from megatron_cp.mcore import safe_load
-from megatron_cp.mcore.checkpoint_objects import COMMON_FILE, holds_common_file
+from megatron_cp.mcore.checkpoint_objects import COMMON_FILE, holds_common_file, short_files
 from megatron_cp.training.checkpoint import formats
 
 _PLAIN_PICKLE = b"\x80"  # torch before 1.6 wrote them; `safe_load` judges what it reads
@@ -32,30 +30,12 @@ def check_reach(folder: Path) -> None:
             _check_archive(path)
         return
     index = safe_load.read_index(folder / ".metadata")
-    _check_pieces(folder, index)
+    for file, state, end in short_files(folder, index):
+        raise DamagedCheckpointError(
+            f"{file} is {state}; the index .metadata beside it names {end} bytes of it; {ANOTHER_CHECKPOINT}"
+        )
     if holds_common_file(folder, index):
         _check_archive(folder / COMMON_FILE)
-
-
-def _check_pieces(folder: Path, index: Metadata) -> None:
-    """Raises DamagedCheckpointError unless every piece of the index lies within its file."""
-    ends: dict[str, int] = {}
-    try:
-        for place in index.storage_data.values():
-            end = int(place.offset) + int(place.length)
-            ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        raise DamagedCheckpointError(
-            f"{folder / '.metadata'} is damaged: it has a piece without its place; {ANOTHER_CHECKPOINT}"
-        ) from None
-    for name, end in sorted(ends.items()):
-        file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found is None or found < end:
-            state = "missing" if found is None else f"{found} bytes"
-            raise DamagedCheckpointError(
-                f"{file} is {state}; the index .metadata beside it names {end} bytes of it; {ANOTHER_CHECKPOINT}"
-            )
 
 
 def _check_archive(path: Path) -> None:

@@ -1,6 +1,8 @@
 """What cannot be converted is refused with its name before anything is written."""
 
+import dataclasses
 import json
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -277,6 +279,14 @@ def damage_metadata(root: Path) -> None:
     (root / "iter_0000001" / ".metadata").write_bytes(b"no pickle")
 
 
+def lose_a_place(root: Path) -> None:
+    path = root / "iter_0000001" / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    first = next(iter(index.storage_data))
+    index.storage_data[first] = dataclasses.replace(index.storage_data[first], offset=None)
+    path.write_bytes(pickle.dumps(index))
+
+
 def truncate_tensors(root: Path) -> None:
     path = root / "iter_0000001" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -318,6 +328,7 @@ def give_other_family(root: Path) -> None:
         (write_nonsense_into_tracker, ["holds 'soon'"]),
         (remove_metadata, [".metadata is missing"]),
         (damage_metadata, [".metadata cannot be read"]),
+        (lose_a_place, [".metadata cannot be read", "a piece without its place"]),
         (truncate_tensors, ["__0_0.distcp is", "bytes"]),
         (remove_tensors, ["__0_0.distcp is missing"]),
         (damage_arguments, ["the arguments of", "cannot be read"]),
