@@ -63,19 +63,10 @@ class Runner:
     gradients: LocalGradients
     progress: Progress
 
-    def run(self, batches: list[PlannedBatch], *, forward_only: bool) -> torch.Tensor | None:
-        """Returns (loss sum, tokens) over the global batch as float64 [2].
-
-        None before the last pipeline stage.
-
-        Collective: every rank calls it, with the batches of its replica.
-        """
-        return over_all_ranks(self.sums(batches, forward_only=forward_only))
-
     def sums(self, batches: list[PlannedBatch], *, forward_only: bool) -> torch.Tensor | None:
         """Returns (loss sum, tokens) of each micro-batch on this rank alone, float64 [M, 2].
 
-        None before the last pipeline stage. Collective as `run` is.
+        None before the last pipeline stage. Collective: every rank calls it, with the batches of its replica.
         """
         plan = batches[0].plans["full"]
         reports = get_forward_backward_func()(
@@ -225,7 +216,7 @@ def evaluate(
                 break
             batches, failure = try_next_batches(loader)
             check_same_batches(batches, f"evaluation batch {number}", failure=failure)
-            part = runner.run(batches, forward_only=True)
+            part = over_all_ranks(runner.sums(batches, forward_only=True))
             if part is not None:
                 total = part if total is None else total + part
     for chunk in runner.model:
