@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,6 @@ from megatron_cp.data.text_files import with_unique_keys
 from megatron_cp.data.tokenizer import Tokenizer
 
 Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class ConversationCounts:
-    """What a chat file became: conversations, their tokens, those learned, and how many were cut."""
-
-    conversations: int
-    tokens: int
-    learned_tokens: int
-    truncated: int
 
 
 def read_conversations(path: str | os.PathLike[str]) -> Iterator[tuple[str, Conversation]]:
@@ -197,7 +186,7 @@ def write_conversations(
     render: ChatFormat,
     *,
     max_tokens: int,
-) -> ConversationCounts:
+) -> None:
     """Writes the corpus of a chat file; conversations longer than `max_tokens` lose their end.
 
     Raises:
@@ -221,10 +210,8 @@ def write_conversations(
                 f"{os.fspath(source)} has {document} conversations and no answer to learn within "
                 f"{max_tokens} tokens; give one with assistant messages, or a longer --seq-length"
             )
-        tokens = writer.num_tokens
         writer.finish({"source": os.fspath(source), "truncated": truncated})
     write_supervision(prefix, spans)
-    return ConversationCounts(document, tokens, sum(b - a for _, a, b in spans), truncated)
 
 
 # Of how chats become tokens. Of 1 one may have been cut by its tokenizer's file, of 2 there are blanks between parts,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import shutil
 import tempfile
 from dataclasses import dataclass, field, fields
@@ -25,7 +24,6 @@ from megatron_cp.data.document_set import Documents, DocumentSet, open_documents
 from megatron_cp.data.fill_in_the_middle import FillInTheMiddle, find_fim_tokens
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
-from megatron_cp.data.manifest import manifest_path
 from megatron_cp.data.sample_index import SamplePacker
 from megatron_cp.data.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
 from megatron_cp.mcore.gpt_dataset import GPTSamples, open_gpt_samples
@@ -143,7 +141,7 @@ def _chat_opener(options: DataConfig, notes: list[str]) -> Opens:
             max_tokens=options.seq_length,
         )
         documents = open_documents(prefix)
-        cut = json.loads(manifest_path(prefix).read_text(encoding="utf-8"))["truncated"]
+        cut = documents.dataset.facts["truncated"]
         if cut:
             notes.append(
                 f"{path}: {cut} of {len(documents)} conversations are longer than --seq-length "
