@@ -115,6 +115,22 @@ def test_what_megatron_lm_had_off_and_is_on_is_told(off, on, flag):
     assert changes_of_meaning(foreign_meaning({}), defaults | on) == []
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "are_alike"),
+    [
+        ({"window_attn_skip_freq": 2}, {"window_attn_skip_freq": [1, 0, 1, 0]}, True),
+        ({"window_attn_skip_freq": [1, 0, 1, 0]}, {"window_attn_skip_freq": 4}, False),
+        ({"no_rope_freq": [0, 0, 0, 1]}, {"no_rope_freq": 4}, True),
+        ({"no_rope_freq": 2}, {"no_rope_freq": 4}, False),
+    ],
+)
+def test_the_same_layers_in_other_words_are_no_change(was, now, are_alike):
+    defaults = vars(build_parser().parse_args([])) | {"num_layers": 4}
+    for saved in (meaning_of(defaults | was), foreign_meaning(defaults | was)):
+        told = changes_of_meaning(saved, defaults | now)
+        assert len(told) == (not are_alike)
+
+
 def test_documents_that_begin_to_see_each_other_are_told():
     """Also where Megatron-LM said that they did, and no longer do."""
     defaults = vars(build_parser().parse_args([]))

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_cp.mcore.layer_patterns import PATTERNS, layer_pattern
+
 # Argument -> its flag, where that is not the name with dashes.
 _ARGUMENTS = {
     "layernorm_epsilon": "--norm-epsilon",
@@ -137,8 +139,18 @@ def changes_of_meaning(saved: Mapping[str, Any], arguments: Mapping[str, Any]) -
     """Returns a line for each argument that a manifest has otherwise; what it does not have is not asked."""
     lines = []
     for name, flag in (_ARGUMENTS | dict.fromkeys(_OF_SHAPE)).items():
-        now = json.loads(json.dumps(arguments[name]))  # as a manifest has it
-        if name in saved and saved[name] != now:
+        if name not in saved:
+            continue
+        was, now = saved[name], json.loads(json.dumps(arguments[name]))  # as a manifest has it
+        one, other = (_by_layer(name, value, arguments["num_layers"]) for value in (was, now))
+        if one != other:
             said = flag or "--" + name.replace("_", "-")
-            lines.append(f"{said} was {saved[name]}, and is {now} from here on")
+            lines.append(f"{said} was {was}, and is {now} from here on")
     return lines
+
+
+def _by_layer(name: str, value: Any, num_layers: int | None) -> Any:
+    """Returns the flags of all layers where a number or a list says them; other values as they are."""
+    if name in PATTERNS and value and num_layers and isinstance(value, (int, list)):
+        return layer_pattern(name, value, num_layers)
+    return value
