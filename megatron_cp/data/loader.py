@@ -187,6 +187,7 @@ class PackedLoader:
         Raises:
             ValueError: the data is wrong (names file and document), or a packer that ends has no
                 whole global batch left.
+            NotImplementedError: the planner cannot plan the packs.
             WorkerError: a worker died or hangs (names it); the loader is closed then.
         """
         if self._closed:
@@ -277,7 +278,8 @@ class PackedLoader:
             ValueError: the state is of another corpus, sequence length, seed or packing.
         """
         wanted = {"version": _STATE_VERSION, **self._identity()}
-        for name in sorted(wanted, key=_OF_DIGESTS.__contains__):  # numbers say more
+        # Digests come last: a number that differs says more.
+        for name in sorted(wanted, key=_OF_DIGESTS.__contains__):
             if state.get(name) != wanted[name]:
                 differs = f"{name}={state.get(name)!r}, this run has {wanted[name]!r}"
                 if name in _OF_DIGESTS:

@@ -47,6 +47,11 @@ class BatchBuilder:
         return plan_batch(build_batch(self.documents, packs, self.config), self.request)
 
 
+# What a worker says in words alone: the line is for the user.
+_REFUSALS: dict[str, type[Exception]] = {
+    "ValueError": ValueError,
+    "NotImplementedError": NotImplementedError,
+}
 Builder = BatchBuilder | HybridBuilder
 Built = PlannedBatch | BothLayouts
 
@@ -91,6 +96,7 @@ class WorkerProcess:
 
         Raises:
             ValueError: the worker found bad data, or files that went; the message is the worker's.
+            NotImplementedError: the planner cannot plan these packs; likewise.
             WorkerError: the worker failed otherwise, died, or did not answer in time.
         """
         try:
@@ -104,8 +110,8 @@ class WorkerProcess:
             raise self._death() from None
         if isinstance(result, PlannedBatch | BothLayouts):
             return result
-        if result == "ValueError":
-            raise ValueError(text)
+        if result in _REFUSALS:
+            raise _REFUSALS[result](text)
         raise WorkerError(f"{self._name()} failed with\n{text}")
 
     def close(self) -> None:
@@ -175,6 +181,8 @@ def _answer(builder: Builder | Exception, packs: tuple[Pack, ...]) -> tuple[Buil
         if isinstance(builder, Exception):
             raise builder
         return builder(packs), ""
+    except NotImplementedError as error:
+        return "NotImplementedError", str(error)
     except (ValueError, OSError) as error:
         return "ValueError", str(error)
     except Exception:

@@ -282,6 +282,22 @@ def test_bad_data_is_the_same_error_inline_and_in_a_worker(documents, num_worker
         next(loader)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_packs_that_a_planner_refuses_are_the_same_error_inline_and_in_a_worker(
+    documents, num_workers
+):
+    """Places that follow the mask are not one for two masks."""
+    window = {"num_full_layers": 1, "num_window_layers": 1, "window": (3, 0)}
+    planned = PlanRequest(cp_size=2, config=CPConfig(planner="magi", topology="cpu"), **window)
+    config = changed(num_workers=num_workers)
+    with (
+        PackedLoader(documents, config, planned) as loader,
+        pytest.raises(NotImplementedError, match=r"^planner='magi' places tokens by the mask"),
+    ):
+        for _ in range(20):
+            next(loader)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
