@@ -204,7 +204,7 @@ def check_mask_is_causal(
     lets queries see later keys takes no dense mask. Raises NotImplementedError for every other mask: it is
     never ignored.
     """
-    is_known = not attention_mask.is_inference()  # that has no version: looked at each time
+    is_known = not attention_mask.is_inference()  # a mask of inference has no version
     seen = (attention_mask._version if is_known else None, plan.digest())
     if is_known and band[1] == 0 and _checked_masks.get(attention_mask) == seen:
         return
