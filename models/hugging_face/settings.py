@@ -41,16 +41,17 @@ class Setting:
         return self.to_arguments(Keys(config))
 
 
-def same(key: str, argument: str, *aliases: str) -> Setting:
-    """Returns a value that both sides have under one name each; `aliases` are older names of the key."""
+def same(key: str, argument: str | None = None, *aliases: str) -> Setting:
+    """Returns a value that both sides have, under the key's name (None) or another; `aliases` are older keys."""
+    name = argument or key
 
     def to_arguments(config: Config) -> Arguments:
-        return {argument: config[next((a for a in aliases if a in config), key)]}
+        return {name: config[next((a for a in aliases if a in config), key)]}
 
     return Setting(
         keys=(key, *aliases),
         to_arguments=to_arguments,
-        to_config=lambda arguments: {key: arguments[argument]},
+        to_config=lambda arguments: {key: arguments[name]},
     )
 
 
@@ -94,10 +95,10 @@ HEADS = Setting(
 )
 _WIDTHS = (
     same("num_hidden_layers", "num_layers"),
-    same("hidden_size", "hidden_size"),
+    same("hidden_size"),
     same("intermediate_size", "ffn_hidden_size"),
-    same("vocab_size", "vocab_size"),
-    same("max_position_embeddings", "max_position_embeddings"),
+    same("vocab_size"),
+    same("max_position_embeddings"),
     same("rms_norm_eps", "layernorm_epsilon"),
 )
 SIZES = (*_WIDTHS, HEADS)
@@ -191,11 +192,11 @@ LINEAR_LAYERS = (
         to_arguments=_linear_layers_from_config,
         to_config=_linear_layers_to_config,
     ),
-    same("linear_conv_kernel_dim", "linear_conv_kernel_dim"),
-    same("linear_key_head_dim", "linear_key_head_dim"),
-    same("linear_value_head_dim", "linear_value_head_dim"),
-    same("linear_num_key_heads", "linear_num_key_heads"),
-    same("linear_num_value_heads", "linear_num_value_heads"),
+    same("linear_conv_kernel_dim"),
+    same("linear_key_head_dim"),
+    same("linear_value_head_dim"),
+    same("linear_num_key_heads"),
+    same("linear_num_value_heads"),
 )
 
 
@@ -237,7 +238,7 @@ QKV_BIASES = switch("attention_bias", "add_qkv_bias")
 QK_NORMS = switch("use_qk_norm", "qk_layernorm")
 
 NUM_EXPERTS = same("num_local_experts", "num_experts", "num_experts")
-NUM_EXPERTS_ALONE = same("num_experts", "num_experts")
+NUM_EXPERTS_ALONE = same("num_experts")
 ROUTED_EXPERTS = same("n_routed_experts", "num_experts", "num_local_experts")
 
 
@@ -376,9 +377,9 @@ LATENT_SIZES = (
             "num_key_value_heads": arguments["num_query_groups"],
         },
     ),
-    same("q_lora_rank", "q_lora_rank"),
-    same("kv_lora_rank", "kv_lora_rank"),
+    same("q_lora_rank"),
+    same("kv_lora_rank"),
     same("qk_nope_head_dim", "qk_head_dim"),
     same("qk_rope_head_dim", "qk_pos_emb_head_dim"),
-    same("v_head_dim", "v_head_dim"),
+    same("v_head_dim"),
 )
