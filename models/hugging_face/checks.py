@@ -11,6 +11,7 @@ import torch
 from megatron_cp.models.hugging_face.refusal import ConversionError, refuse
 from megatron_cp.models.hugging_face.rows import Piece, Source
 from megatron_cp.models.hugging_face.safetensors_folder import SafetensorsReader, TensorInfo
+from megatron_cp.models.hugging_face.settings import Arguments
 from megatron_cp.models.hugging_face.torch_dist_folder import Stored, TorchDistReader
 
 # What a training run keeps beside the weights; it has no counterpart in a Hugging Face folder.
@@ -38,9 +39,11 @@ def check_sources(
     dtypes: dict[str, set[torch.dtype | str]] = {}
     for piece in pieces:
         for source in piece.sources:
-            expected[source.name] = source.whole
-            if source.name in infos:
-                dtypes.setdefault(piece.keys[0], set()).add(infos[source.name].dtype)
+            names = (source.name, *(copy for copy in piece.copies if copy in infos))
+            expected |= dict.fromkeys(names, source.whole)
+            dtypes.setdefault(piece.keys[0], set()).update(
+                infos[name].dtype for name in names if name in infos
+            )
     for name, shape in expected.items():
         if name not in infos:
             reasons.append(
@@ -71,6 +74,38 @@ def check_sources(
     if reasons:
         raise ConversionError(reasons)
     return {key: _one(found) for key, found in dtypes.items()}, left
+
+
+def with_stored_predictions(
+    arguments: Arguments, names: Iterable[str], prefix: str, leave_out: Sequence[str]
+) -> Arguments:
+    """Returns the arguments without the prediction layers of config.json where no tensor under `prefix` is of them.
+
+    Raises:
+        ConversionError: for more than one, which no published model has.
+    """
+    count = arguments.get("mtp_num_layers")
+    _, converted = _sort_out((name for name in names if name.startswith(prefix)), leave_out)
+    if not converted:
+        return arguments | ({"mtp_num_layers": None} if count else {})
+    if count and count > 1:
+        raise refuse(
+            f"num_nextn_predict_layers={count} in config.json is not served; at most 1 layer of predictions is: what "
+            f"a second one would read of it is nowhere said; give --leave-out '{prefix}*' to convert without them"
+        )
+    return arguments
+
+
+def check_copies(reader: SafetensorsReader, piece: Piece, value: torch.Tensor) -> None:
+    """Refuses copies of a tensor that are other tensors: Megatron has one for all."""
+    (source, *_) = piece.sources
+    for name in (copy for copy in piece.copies if copy in reader.infos):
+        if not torch.equal(reader.read(Source(name, source.shape, source.whole)), value):
+            layer = name.split(".")[2]
+            raise refuse(
+                f"{name} differs from {source.name}; Megatron-Core's prediction layers share it with the model; give "
+                f"--leave-out 'model.layers.{layer}.*' to convert without them"
+            )
 
 
 def check_copy_of_tied(reader: SafetensorsReader, left: Sequence[str]) -> None:

@@ -13,9 +13,9 @@ from megatron_cp.models.hugging_face.refusal import ConversionError, listing, re
 from megatron_cp.models.hugging_face.settings import Arguments, Config
 
 # What does not change the weights or what they compute. Duplicates of a key that is read
-# (experts_per_token) and counts that follow from others (qk_head_dim) are among them; so is
-# num_nextn_predict_layers: the tensors of those layers, where they are there, are refused by name. The length of
-# pretraining decides long RoPE alone, which is refused.
+# (experts_per_token) and counts that follow from others (qk_head_dim) are among them; so are prediction layers of
+# families whose tensors of them are refused by name. The length of pretraining decides long RoPE alone, which is
+# refused.
 _CHANGES_NOTHING = """
     _attn_implementation _name_or_path architectures attn_implementation auto_map bos_token_id
     cross_attention_hidden_size dtype eos_token_id ep_size experts_per_token head_dim

@@ -31,7 +31,7 @@ from megatron_cp.models.hugging_face.config_file import (
 )
 from megatron_cp.models.hugging_face.families import FAMILIES
 from megatron_cp.models.hugging_face.refusal import ConversionError, refuse
-from megatron_cp.models.hugging_face.rows import LAYERS, Piece, pieces_of
+from megatron_cp.models.hugging_face.rows import HF_LAYERS, LAYERS, PREDICTIONS, Piece, pieces_of
 from megatron_cp.models.hugging_face.settings import Arguments
 
 ITERATION = 1  # Megatron-LM refuses 0; the counters inside stand at 0
@@ -88,6 +88,8 @@ def to_megatron(request: Request) -> Report:
         ignored_keys=request.ignored_keys,
     )
     reader = hf.SafetensorsReader(request.load)
+    behind = f"{HF_LAYERS}{arguments['num_layers']}."
+    arguments = checks.with_stored_predictions(arguments, reader.infos, behind, request.leave_out)
     pieces = list(pieces_of(family.weights, arguments))
     dtypes, left = checks.check_sources(reader.infos, pieces, request.leave_out)
     checks.check_copy_of_tied(reader, left)
@@ -98,7 +100,9 @@ def to_megatron(request: Request) -> Report:
         folder.mkdir()
 
         def value_of(piece: Piece) -> torch.Tensor:
-            value = piece.joined([reader.read(source) for source in piece.sources])
+            parts = [reader.read(source) for source in piece.sources]
+            checks.check_copies(reader, piece, parts[0])
+            value = piece.joined(parts)
             progress.update(value.nbytes)
             return value
 
@@ -133,7 +137,12 @@ def to_hugging_face(request: Request) -> Report:
     source = request.hf_folder or request.load / megatron.CARRIED
     config = _config_for(request, source, saved)
     family = family_of(config)
-    arguments = arguments_of(config, ignored_keys=request.ignored_keys)
+    arguments = checks.with_stored_predictions(
+        arguments_of(config, ignored_keys=request.ignored_keys),
+        reader.tensors,
+        PREDICTIONS,
+        request.leave_out,
+    )
     contradictions = disagreements(arguments, saved)
     if contradictions:
         raise ConversionError(
@@ -193,6 +202,7 @@ def _tensors(
             at = piece.sources[0].at
             if at is None:
                 yield from zip(names, parts, strict=True)
+                yield from ((copy, parts[0]) for copy in piece.copies)
                 continue
             if not wholes:
                 wholes = [
@@ -215,6 +225,8 @@ def _specs(
     for _, piece, dtype in stored:
         for source in piece.sources:
             yield source.name, (source.whole, dtype)
+        for copy in piece.copies:
+            yield copy, (piece.sources[0].whole, dtype)
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:

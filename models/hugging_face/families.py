@@ -64,6 +64,7 @@ _EXPERTS_BEHIND_DENSE_LAYERS = (
     s.SHARED_WIDTH,
     s.GROUPS,
     s.ROUTED_SCALING,
+    s.PREDICTION_LAYERS,
 )
 _ANY_SHARE_ROTATES = {k: v for k, v in _PLAIN.items() if k != "partial_rotary_factor"}
 _EXPERTS_AFTER_SOFTMAX = {"moe_router_score_function": "softmax"}
@@ -208,6 +209,7 @@ GLM4_MOE = Family(
         "dense layer": (*w.DENSE_NORM, *w.DENSE),
         "expert layer": (*w.EXPERT_NORM, *w.DEEPSEEK_ROUTER, *w.SHARED_EXPERTS),
         "expert": w.QWEN_EXPERTS,
+        "prediction layer": w.PREDICTION,
     },
     settings=(
         *_SHAPE,
@@ -289,6 +291,7 @@ DEEPSEEK_V3 = Family(
             *w.SHARED_EXPERTS,
         ),
         "expert": w.QWEN_EXPERTS,
+        "prediction layer": w.PREDICTION,
     },
     settings=(
         *s.LATENT_SIZES,

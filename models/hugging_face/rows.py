@@ -16,13 +16,13 @@ weight (`less`), which Megatron stores less 1.
 # C low ranks of queries and of keys and values, B = C + rotary width, U and T rows of the two up
 # projections, O = N x value width. Gated delta nets: J value heads, I width of a value head, L = key
 # heads x key width, R = J x I, X = 2 x L + 2 x R, Y = 2 x J, Z = 2 x L + R, W taps; P = 2 x Q. Stored
-# as one: f = 2 x F, q = Q + 2 x K.
+# as one: f = 2 x F, q = Q + 2 x K. Prediction layers: h = 2 x H.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -32,10 +32,17 @@ import torch
 from megatron_cp.mcore.layer_patterns import expert_layers
 from megatron_cp.mcore.linear_layers import linear_layers_of
 
-Place = Literal["model", "layer", "linear layer", "dense layer", "expert layer", "expert"]
+Place = Literal[
+    "model", "layer", "linear layer", "dense layer", "expert layer", "expert", "prediction layer"
+]  # fmt: skip
 Arguments = dict[str, Any]
 Sizes = Mapping[str, int]
 LAYERS = "decoder.layers."
+PREDICTIONS = "mtp.layers."
+HF_LAYERS = "model.layers."
+Axes = tuple[tuple[int, ...], tuple[int, ...]]
+"""The places of a piece on the axes in front of it that number layers and experts, and their sizes."""
+_NO_AXES: Axes = ((), ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,8 @@ class Row:
     """An argument, and whether it must be set for the row to exist."""
     fused: str | None = None
     """Megatron's name where Transformer Engine's layer spec has another one."""
+    copy: str | None = None
+    """Under this name each prediction layer of Hugging Face stores its one tensor again; Megatron's share it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +95,8 @@ class Piece:
     """Sizes of these axes."""
     sources: tuple[Source, ...]
     sizes: Sizes
+    copies: tuple[str, ...] = ()
+    """Names under which Hugging Face stores its one source again."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -191,6 +202,7 @@ def sizes_of(arguments: Arguments) -> Sizes:
         "P": 2 * heads * width,
         "f": 2 * arguments["ffn_hidden_size"],
         "q": (heads + 2 * arguments["num_query_groups"]) * width,
+        "h": 2 * arguments["hidden_size"],
         "1": 1,
         "padded": arguments["padded_vocab_size"],
     }
@@ -241,48 +253,63 @@ def pieces_of(
     """
     sizes = sizes_of(arguments)
     stacked = is_stacked_by_layer(arguments) if by_layer is None else by_layer
+    num_layers, num_predictions = arguments["num_layers"], arguments.get("mtp_num_layers") or 0
+    predictions = [f"{HF_LAYERS}{num_layers + number}." for number in range(num_predictions)]
     for row in _rows(tables, "model", arguments):
-        yield Piece(
-            row=row,
-            keys=_names(row, ""),
-            index=(),
-            leading=(),
-            sources=tuple(_source(row, name, text, sizes) for name, text in row.hf),
-            sizes=sizes,
+        yield replace(
+            _piece(row, "", "", sizes),
+            copies=tuple(prefix + row.copy for prefix in predictions if row.copy is not None),
         )
-    num_layers = arguments["num_layers"]
     is_expert, is_linear = expert_layers(arguments), linear_layers_of(arguments)
     for layer in range(num_layers):
-        index, leading = ((layer,), (num_layers,)) if stacked else ((), ())
-        prefix = LAYERS if stacked else f"{LAYERS}{layer}."
         mlp: Place = "expert layer" if is_expert[layer] else "dense layer"
         mixer: Place = "linear layer" if is_linear[layer] else "layer"
-        for row in (*_rows(tables, mixer, arguments), *_rows(tables, mlp, arguments)):
-            yield Piece(
-                row=row,
-                keys=_names(row, prefix),
-                index=index,
-                leading=leading,
-                sources=tuple(
-                    _source(row, f"model.layers.{layer}.{name}", text, sizes)
-                    for name, text in row.hf
-                ),
-                sizes=sizes,
-            )
-        if mlp == "expert layer":
-            rows = _rows(tables, "expert", arguments)
-            yield from _expert_pieces(rows, sizes, layer, prefix, (index, leading))
+        prefix, axes = f"{LAYERS}{layer}.", _NO_AXES
+        if stacked:
+            prefix, axes = LAYERS, ((layer,), (num_layers,))
+        places = (prefix, f"{HF_LAYERS}{layer}.")
+        yield from _layer_pieces(tables, arguments, sizes, (mixer, mlp), places, axes)
+    for number, hf_prefix in enumerate(predictions):  # whose layers are as the last one
+        prefix = f"{PREDICTIONS}{number}."
+        for row in _rows(tables, "prediction layer", arguments):
+            yield _piece(row, prefix, hf_prefix, sizes)
+        places = (f"{prefix}transformer_layer.", hf_prefix)
+        yield from _layer_pieces(tables, arguments, sizes, (mixer, mlp), places, _NO_AXES)
+
+
+def _layer_pieces(
+    tables: Mapping[Place, tuple[Row, ...]],
+    arguments: Arguments,
+    sizes: Sizes,
+    parts: tuple[Place, Place],
+    prefixes: tuple[str, str],
+    axes: Axes,
+) -> Iterator[Piece]:
+    """Yields the pieces of a layer: of what mixes tokens, and of the MLP. `prefixes` are Megatron's and theirs."""
+    for part in parts:
+        for row in _rows(tables, part, arguments):
+            yield _piece(row, *prefixes, sizes, axes)
+    if parts[1] == "expert layer":
+        yield from _expert_pieces(_rows(tables, "expert", arguments), sizes, prefixes, axes)
+
+
+def _piece(row: Row, prefix: str, hf_prefix: str, sizes: Sizes, axes: Axes = _NO_AXES) -> Piece:
+    return Piece(
+        row=row,
+        keys=_names(row, prefix),
+        index=axes[0],
+        leading=axes[1],
+        sources=tuple(_source(row, hf_prefix + name, text, sizes) for name, text in row.hf),
+        sizes=sizes,
+    )
 
 
 def _expert_pieces(
-    rows: Sequence[Row],
-    sizes: Sizes,
-    layer: int,
-    prefix: str,
-    place: tuple[tuple[int, ...], tuple[int, ...]],
+    rows: Sequence[Row], sizes: Sizes, prefixes: tuple[str, str], axes: Axes
 ) -> Iterator[Piece]:
     """Yields the pieces of one layer's experts; those of one stacked tensor follow each other."""
-    index, leading = place
+    prefix, hf_prefix = prefixes
+    index, leading = axes
     for row in rows:
         for expert in range(sizes["E"]):
             yield Piece(
@@ -293,7 +320,7 @@ def _expert_pieces(
                 sources=tuple(
                     _source(
                         row,
-                        f"model.layers.{layer}.{name.format(e=expert)}",
+                        f"{hf_prefix}{name.format(e=expert)}",
                         text,
                         sizes,
                         None if "{e}" in name else expert,

@@ -355,6 +355,12 @@ GROUPS = Setting(
     },
 )
 ROUTED_SCALING = same("routed_scaling_factor", "moe_router_topk_scaling_factor")
+# Whether a folder holds their tensors is another matter: transformers drops them.
+PREDICTION_LAYERS = Setting(
+    keys=("num_nextn_predict_layers",),
+    to_arguments=lambda config: {"mtp_num_layers": config.get("num_nextn_predict_layers") or None},
+    to_config=lambda arguments: {"num_nextn_predict_layers": arguments.get("mtp_num_layers") or 0},
+)
 
 
 def _latent_heads_from_config(config: Config) -> Arguments:

@@ -142,7 +142,9 @@ def _empty_states(stored: Sequence[Stored]) -> Iterator[WriteItem]:
     """Yields the objects without content that Megatron's linear layers look for beside weights."""
     for key, piece, _ in stored:
         module, found, section = key.partition(".weight")
-        is_linear = module.rpartition(".")[2].startswith(("linear_", "in_proj", "out_proj"))
+        is_linear = module.rpartition(".")[2].startswith(
+            ("linear_", "in_proj", "out_proj", "eh_proj")
+        )
         if found and is_linear and section in ("", ".query"):  # of sections the first: one for all
             index, sizes = piece.index or (0,), piece.leading or (1,)
             shard = f"{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"

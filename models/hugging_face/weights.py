@@ -31,14 +31,26 @@ def where(argument: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 OUTER = (
-    row("embedding.word_embeddings.weight", ("model.embed_tokens.weight", "VH"), padded=True),
+    row(
+        "embedding.word_embeddings.weight",
+        ("model.embed_tokens.weight", "VH"),
+        padded=True,
+        copy="embed_tokens.weight",
+    ),
     row("decoder.final_layernorm.weight", ("model.norm.weight", "H")),
     row(
         "output_layer.weight",
         ("lm_head.weight", "VH"),
         padded=True,
         needs=("untie_embeddings_and_output_weights", True),
+        copy="shared_head.head.weight",
     ),
+)
+PREDICTION = (
+    row("enorm.weight", ("enorm.weight", "H")),
+    row("hnorm.weight", ("hnorm.weight", "H")),
+    row("eh_proj.weight", ("eh_proj.weight", "Hh")),
+    row("final_layernorm.weight", ("shared_head.norm.weight", "H")),
 )
 ATTENTION = (
     row("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight", "H")),

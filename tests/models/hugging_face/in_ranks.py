@@ -40,14 +40,7 @@ def logits(
     """(global rows, logits of this rank's rows and part of the vocabulary), on a last stage."""
     with parallel_state(case) as groups:
         model, config, _ = load_model(root, case, groups)
-        pack = Pack(
-            tokens=tokens,
-            labels=tokens,
-            loss_mask=np.ones(tokens.size, np.float32),
-            position_ids=np.concatenate([np.arange(length) for length in lengths]),
-            lengths=lengths,
-        )
-        plans = planned(case, config, pack)
+        plans = planned(case, config, _pack(tokens, lengths))
         rows = np.asarray(plans.plans["full"].global_from_local)[groups.get_context_parallel_rank()]
         output = forward(model, plans, groups, rows.size)
         if not groups.is_pipeline_last_stage():
@@ -56,14 +49,61 @@ def logits(
         return rows, output[0].numpy()
 
 
+def predictions(
+    rank: int, world_size: int, root: Path, case: Case, tokens: np.ndarray, lengths: tuple
+) -> tuple[np.ndarray, np.ndarray]:
+    """(global rows, logits of the prediction layer), of one stage."""
+    with parallel_state(case) as groups:
+        from megatron_cp.mcore.batch import local_batch
+
+        model, config, _ = load_model(root, case, groups)
+        plans = planned(case, config, _pack(tokens, lengths))
+        rows = np.asarray(plans.plans["full"].global_from_local)[groups.get_context_parallel_rank()]
+        cp_group = groups.get_context_parallel_group()
+        local = local_batch(plans, cp_group.rank(), "cpu", cp_group=cp_group)
+        seen = []  # of the prediction layer first, then of the model; the loss works in place
+        model.output_layer.register_forward_hook(
+            lambda module, given, out: seen.append(out[0].clone())
+        )
+        with torch.no_grad():
+            model(
+                local.tokens,
+                local.position_ids,
+                None,
+                labels=local.labels,
+                packed_seq_params=local.params,
+                loss_mask=local.loss_mask,
+            )
+        assert len(seen) == 2
+        return rows, seen[0][:, 0].numpy()
+
+
+def _pack(tokens: np.ndarray, lengths: tuple) -> Pack:
+    return Pack(
+        tokens=tokens,
+        labels=tokens,
+        loss_mask=np.ones(tokens.size, np.float32),
+        position_ids=np.concatenate([np.arange(length) for length in lengths]),
+        lengths=lengths,
+    )
+
+
 def load_model(root: Path, case: Case, groups):
     """(this rank's stage with the converted weights, its configuration, the arguments)."""
     from megatron.core import dist_checkpointing
 
     from megatron_cp.models.gpt import Layout, build_gpt, transformer_config
+    from megatron_cp.models.hugging_face.checks import with_stored_predictions
     from megatron_cp.models.hugging_face.config_file import arguments_of, read_config
+    from megatron_cp.models.hugging_face.rows import PREDICTIONS
+    from megatron_cp.models.hugging_face.torch_dist_folder import TorchDistReader
 
-    arguments = arguments_of(read_config(root / "hugging_face"), make_vocab_size_divisible_by=128)
+    arguments = with_stored_predictions(
+        arguments_of(read_config(root / "hugging_face"), make_vocab_size_divisible_by=128),
+        TorchDistReader(root / "iter_0000001").tensors,
+        PREDICTIONS,
+        (),
+    )
     layout = Layout(tensor=case.tp, pipeline=case.pp, context=case.cp, expert=case.ep)
     config = transformer_config(arguments, layout=layout, **dict(case.options))
     model = build_gpt(

@@ -14,7 +14,9 @@ from tests.models.hugging_face import in_ranks
 from tests.models.hugging_face.tiny_models import (
     LENGTHS,
     MODELS,
+    PREDICTING,
     VOCABULARY,
+    Predicting,
     expected_logits,
     save_tiny,
     tokens,
@@ -38,10 +40,10 @@ def converted(tmp_path_factory) -> Path:
     return folder
 
 
-def computed_logits(root: Path, case: Case) -> torch.Tensor:
+def computed_logits(root: Path, case: Case, task=in_ranks.logits) -> torch.Tensor:
     """Logits [tokens, vocabulary], put together from context and tensor-parallel ranks."""
     world_size = case.tp * case.pp * case.cp * case.ep
-    answers = run_on_ranks(world_size, in_ranks.logits, root, case, tokens(), LENGTHS, timeout=100)
+    answers = run_on_ranks(world_size, task, root, case, tokens(), LENGTHS, timeout=100)
     answers = [answer for answer in answers if answer is not None]
     padded = VOCABULARY + -VOCABULARY % 128
     whole = torch.full((sum(LENGTHS), padded), float("nan"))
@@ -63,6 +65,19 @@ def assert_same_logits(root: Path, name: str, case: Case) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_packed_documents_equal_transformers(converted: Path, name: str, cp: int):
     assert_same_logits(converted, name, Case(cp=cp))
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_predictions_of_packed_documents_are_those_of_the_layers_parts(tmp_path: Path, name: str):
+    predicting = Predicting(name)
+    source = predicting.save(tmp_path / "source")
+    run_on_ranks(1, in_ranks.convert, "megatron", source, tmp_path / "megatron", {})
+    expected = predicting.logits()
+    is_there = ~expected.isnan().any(dim=1)
+    assert is_there.sum() == sum(LENGTHS) - len(LENGTHS)
+    for cp in (1, 2):
+        computed = computed_logits(tmp_path / "megatron", Case(cp=cp), in_ranks.predictions)
+        assert (computed - expected)[is_there].abs().max() < LARGEST_DIFFERENCE
 
 
 # Latent attention needs TransformerEngine's layers there: Megatron's local ones are refused.

@@ -14,6 +14,8 @@ from tests.mcore.tiny_gpt import Case
 from tests.models.hugging_face import in_ranks
 from tests.models.hugging_face.tiny_models import (
     MODELS,
+    PREDICTING,
+    Predicting,
     expected_logits,
     logits_of,
     logits_of_folder,
@@ -68,6 +70,50 @@ def test_round_trip_is_exact_under_transformer_engines_names(tmp_path: Path, nam
     to_megatron(source, tmp_path / "megatron", transformer_engine=True)
     to_hugging_face(tmp_path / "megatron", tmp_path / "back")
     assert_same_folders(source, tmp_path / "back")
+
+
+@pytest.mark.parametrize("transformer_engine", [False, True])
+@pytest.mark.parametrize("name", PREDICTING)
+def test_prediction_layers_and_their_copies_come_back(
+    tmp_path: Path, name: str, transformer_engine: bool
+):
+    source = Predicting(name).save(tmp_path / "source")
+    report = to_megatron(source, tmp_path / "megatron", transformer_engine=transformer_engine)
+    assert report.arguments["mtp_num_layers"] == 1
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    assert_same_folders(source, tmp_path / "back")
+
+
+def test_a_prediction_layer_that_megatron_saves_comes_back(tmp_path: Path):
+    source = Predicting("deepseek_v3").save(tmp_path / "source")
+    to_megatron(source, tmp_path / "megatron")
+    run_on_ranks(2, in_ranks.load_and_save, tmp_path / "megatron", tmp_path / "saved", Case(ep=2))
+    to_hugging_face(tmp_path / "saved", tmp_path / "back", hf_folder=source)
+    assert_same_folders(source, tmp_path / "back")
+    found = tensors_of(source)
+    options = {"hf_folder": source, "leave_out": ("mtp.*",)}
+    report = to_hugging_face(tmp_path / "saved", tmp_path / "without", **options)
+    assert any(name.startswith("mtp.") for name in report["left"])
+    kept = {name for name in found if not name.startswith("model.layers.3.")}
+    assert tensors_of(tmp_path / "without").keys() == kept
+
+
+def test_a_prediction_layer_that_shares_nothing_is_refused_unless_left_out(tmp_path: Path):
+    source = Predicting("glm4_moe").save(tmp_path / "source")
+    file, name = source / "model.safetensors", "model.layers.3.shared_head.head.weight"
+    found = load_file(file)
+    found[name][0, 0] += 1
+    save_file(found, file)
+    with pytest.raises(ConversionError, match=f"{name} differs from lm_head.weight"):
+        to_megatron(source, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+    report = to_megatron(source, tmp_path / "megatron", leave_out=("model.layers.3.*",))
+    assert report.arguments["mtp_num_layers"] is None
+    assert name in report.left
+    path = source / "config.json"
+    path.write_text(path.read_text().replace('layers": 1', 'layers": 2'), encoding="utf-8")
+    with pytest.raises(ConversionError, match="num_nextn_predict_layers=2 in"):
+        to_megatron(source, tmp_path / "two")
 
 
 def test_many_small_files_on_every_side_hold_the_same(tmp_path: Path):

@@ -3,12 +3,15 @@
 Nothing of ours is imported here, and everything runs in the parent process.
 """
 
+import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -54,6 +57,9 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+
+
+PREDICTING = ("deepseek_v3", "glm4_moe")
 
 
 @dataclass(frozen=True)
@@ -180,18 +186,22 @@ MODELS = {
 }
 
 
-def make_tiny(name: str) -> "transformers.PreTrainedModel":
+def make_tiny(name: str, **options: int) -> "transformers.PreTrainedModel":
     """The model with every parameter random, also norms, biases and sinks, which start constant."""
     tiny = MODELS[name]
-    config = getattr(transformers, f"{tiny.kind}Config")(**_SIZES | tiny.options)
+    config = getattr(transformers, f"{tiny.kind}Config")(**_SIZES | tiny.options | options)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{tiny.kind}ForCausalLM")(config).eval()
-    generator = torch.Generator().manual_seed(11)
+    make_random(model, seed=11)
+    return model
+
+
+def make_random(module: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, value in model.state_dict().items():
+        for key, value in module.state_dict().items():
             is_norm = "norm" in key and key.endswith("weight")
             value.copy_(torch.randn(value.shape, generator=generator) * 0.15 + is_norm)
-    return model
 
 
 def save_tiny(name: str, folder: Path, *, max_shard_size: str = "5GB") -> Path:
@@ -224,3 +234,56 @@ def logits_of(model: "transformers.PreTrainedModel") -> torch.Tensor:
     with torch.no_grad():
         documents = torch.from_numpy(tokens()).split(LENGTHS)
         return torch.cat([model(document[None]).logits[0] for document in documents])
+
+
+class Predicting:
+    """A model and its prediction layer, which transformers drops: an ordinary layer between norms of its own.
+
+    Source: arXiv 2412.19437, section 2.2; names and the order of the joined halves are those with which vLLM
+    (glm4_moe_mtp.py) and SGLang (deepseek_nextn.py) read the published weights.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.number = MODELS[name].options["num_hidden_layers"]
+        self.model = make_tiny(name, num_hidden_layers=self.number + 1)
+        config = self.model.config
+        size = config.hidden_size
+        norm = partial(type(self.model.model.norm), eps=config.rms_norm_eps)
+        self.parts = torch.nn.ModuleDict({key: norm(size) for key in ("enorm", "hnorm")})
+        self.parts["eh_proj"] = torch.nn.Linear(2 * size, size, bias=False)
+        self.parts["shared_head"] = torch.nn.ModuleDict({"norm": norm(size)})
+        make_random(self.parts, seed=12)
+
+    def save(self, folder: Path) -> Path:
+        """A Hugging Face folder as those published: the layer behind the others, with copies of what it shares."""
+        self.model.save_pretrained(folder)
+        file, prefix = folder / "model.safetensors", f"model.layers.{self.number}."
+        found = load_file(file)
+        found |= {f"{prefix}{key}": value for key, value in self.parts.state_dict().items()}
+        found[f"{prefix}embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
+        found[f"{prefix}shared_head.head.weight"] = found["lm_head.weight"].clone()
+        save_file(found, file)
+        path = folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config |= {"num_hidden_layers": self.number, "num_nextn_predict_layers": 1}
+        path.write_text(json.dumps(config), encoding="utf-8")
+        return folder
+
+    def logits(self) -> torch.Tensor:
+        """What each token but the last of its document predicts of the one after next; NaN there."""
+        inner = self.model.model
+        layers, norm = inner.layers, inner.norm
+        found = []
+        for document in torch.from_numpy(tokens()).split(LENGTHS):
+            with torch.no_grad():
+                inner.layers, inner.norm = layers[: self.number], norm
+                hidden = inner(document[None]).last_hidden_state[:, :-1]
+                ahead = inner.embed_tokens(document[None, 1:])
+                halves = [self.parts["enorm"](ahead), self.parts["hnorm"](hidden)]
+                inner.layers, inner.norm = layers[self.number :], self.parts["shared_head"]["norm"]
+                joined = self.parts["eh_proj"](torch.cat(halves, dim=-1))
+                last = inner(inputs_embeds=joined).last_hidden_state[0]
+                nothing = torch.full((1, VOCABULARY), float("nan"))
+                found += [self.model.lm_head(last), nothing]
+        inner.layers, inner.norm = layers, norm
+        return torch.cat(found)
