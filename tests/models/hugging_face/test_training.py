@@ -1,6 +1,7 @@
 """The training loop loads what was converted, and what it saves converts back."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.models.hugging_face import in_ranks
-from tests.models.hugging_face.tiny_models import save_tiny
+from tests.models.hugging_face.tiny_models import PREDICTING, Predicting, save_tiny
 from tests.ranks import run_on_ranks
 from tests.training.commands import train
 
@@ -24,14 +25,17 @@ LAYOUTS = {
     "llama3": (2, ["--tensor-model-parallel-size", "2"]),
     "qwen2": (1, []),
     "qwen3_next": (2, ["--context-parallel-size", "2", "--reset-attention-mask"]),
+    "glm4_moe": (2, ["--context-parallel-size", "2", "--moe-router-bias-update-rate", "0"]),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_of_training_without_effect_gives_back_the_model(tmp_path: Path, name: str):
-    source = save_tiny(name, tmp_path / "source")
+    save = Predicting(name).save if name in PREDICTING else partial(save_tiny, name)
+    source = save(tmp_path / "source")
     run_on_ranks(1, in_ranks.convert, "megatron", source, tmp_path / "megatron", {})
     (flags,) = run_on_ranks(1, in_ranks.flags, source)
+    assert ("--mtp-num-layers=1" in flags) == (name in PREDICTING)
     world_size, layout = LAYOUTS[name]
     folders = ["--load", str(tmp_path / "megatron"), "--save", str(tmp_path / "trained")]
     output = train(world_size, *flags, *layout, *RUN, *folders, "--save-interval", "1")
