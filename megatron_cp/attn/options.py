@@ -8,6 +8,7 @@ Every check is made here, on every rank alike, so that a backend may assume good
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -66,17 +67,20 @@ def resolve_options(
     _check_kinds(
         (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
     )
-    scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    if softmax_scale is not None:
+        scale = as_number("softmax_scale", softmax_scale)
     if not math.isfinite(scale):
         raise ValueError(
             f"softmax_scale={softmax_scale} must be finite; pass None for 1/sqrt(head_dim)"
         )
+    softcap, dropout_p = as_number("softcap", softcap), as_number("dropout_p", dropout_p)
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ValueError(f"softcap={softcap} must be finite and >= 0; pass 0.0 for no softcap")
     check_rate(dropout_p)
     is_differentiated = needs_grad(q, k, v)
     deterministic = deterministic or choice.torch_wants_determinism()
-    asked = choice.Asked(scale, float(softcap), deterministic, is_differentiated, dropout_p > 0)
+    asked = choice.Asked(scale, softcap, deterministic, is_differentiated, dropout_p > 0)
     if backend is None:
         backend = choice.choose_backend(q, v, asked)
     _check_backend(backend, q, asked)
@@ -90,7 +94,7 @@ def resolve_options(
 
         built = emulated_checks.check_supported(q, v, scale, asked.feature(), is_differentiated)
     wide = None if built == dims else built
-    return _options(scale, float(softcap), backend, deterministic, wide, float(dropout_p))
+    return _options(scale, softcap, backend, deterministic, wide, dropout_p)
 
 
 @lru_cache(maxsize=256)
@@ -143,6 +147,16 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Returns whether a result of these tensors has a backward pass."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def as_number(name: str, value: object) -> float:
+    """Returns a setting as a float. Raises TypeError for what is no number, a tensor too: it would get no gradient."""
+    if not isinstance(value, Real):
+        raise TypeError(
+            f"{name} is {type(value).__name__}; it must be a number, as a tensor would get no gradient: give a float, "
+            "and multiply q by a scale that is learned"
+        )
+    return float(value)
 
 
 def check_tensor(name: str, x: object) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_cp.attn import linear_fla
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.linear import Maps, reduce_chunks, scan
-from megatron_cp.attn.options import DTYPES, accumulation_dtype, check_tensor
+from megatron_cp.attn.options import DTYPES, accumulation_dtype, as_number, check_tensor
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.segments import check_document_lengths
 from megatron_cp.runtime.linear_layout import (
@@ -260,7 +260,7 @@ def _check_gates(k: Tensor, g: Tensor | None, beta: Tensor | None) -> None:
 
 
 def _resolve_scale(scale: float | None, key_dim: int) -> float:
-    resolved = 1 / math.sqrt(key_dim) if scale is None else float(scale)
+    resolved = 1 / math.sqrt(key_dim) if scale is None else as_number("scale", scale)
     if not math.isfinite(resolved):
         raise ValueError(f"scale={scale} must be finite; pass None for 1/sqrt(K)")
     return resolved

@@ -59,6 +59,13 @@ def test_wrong_settings_are_refused_with_values_and_advice(setting, message):
         resolve_options(*_tensors(), **setting)
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
+@pytest.mark.parametrize("value", [torch.nn.Parameter(torch.tensor(0.5)), "0.5"])
+def test_a_number_that_is_a_tensor_is_refused_as_it_would_get_no_gradient(name, value):
+    with pytest.raises(TypeError, match=f"{name} is .*; it must be a number, .*multiply q by"):
+        attend(*_tensors(), masks.causal(6), **{name: value})
+
+
 def test_a_backend_of_16_bit_types_names_those_that_take_others():
     message = r"backend='emulated'.*torch.float32, only torch.bfloat16.*use backend='cpu' or 'ref"
     with pytest.raises(NotImplementedError, match=message):

@@ -219,6 +219,7 @@ LIBRARY = (
     LibraryCase(ATTN, "an unknown backend", _attend(backend="magic"), ("'magic'", "cpu")),
     LibraryCase(ATTN, "the GPU kernels on a CPU tensor", _attend(backend="hopper"), ("'hopper'", "cpu"), NotImplementedError),
     LibraryCase(ATTN, "`softmax_scale=nan`", _attend(softmax_scale=NAN), ("nan", "finite")),
+    LibraryCase(ATTN, "a learned `softmax_scale`", _attend(softmax_scale=torch.nn.Parameter(torch.ones(()))), ("softmax_scale is Parameter", "multiply q"), TypeError),
     LibraryCase(ATTN, "a list for a tensor", _attend(q=[0.0]), ("q is list", "torch.Tensor"), TypeError),
     LibraryCase(ATTN, "no mask", _attend(mask=None), ("mask=None is a NoneType", "AttentionMask"), TypeError),
     LibraryCase(ATTN, "no plan", _of(lambda: mcp.dispatch(torch.zeros(8), None, None)), ("plan is NoneType", "make_plan"), TypeError),

@@ -339,6 +339,7 @@ def messages_of_bad_calls(rank, world_size, plan, lengths):
         "integers": {"q": rows.long(), "k": rows.long(), "v": rows.long()},
         "beta dtype": {"beta": gate.long()},
         "scale": {"scale": float("nan")},
+        "learned scale": {"scale": torch.nn.Parameter(torch.ones(()))},
         "no tensor": {"q": [[0.0]]},
         "no plan": {"plan": None},
     }
@@ -353,8 +354,8 @@ def messages_of_bad_calls(rank, world_size, plan, lengths):
     for calls in (changes, own_rows):
         messages.append({})
         for name, change in calls.items():
-            kinds = TypeError if name in ("fractions", "no tensor", "no plan") else ValueError
-            with pytest.raises(kinds) as caught:
+            is_type = name in ("fractions", "learned scale", "no tensor", "no plan")
+            with pytest.raises(TypeError if is_type else ValueError) as caught:
                 arguments = {"plan": plan, **good, **change}
                 mcp.cp_linear_attention(group=dist.group.WORLD, **arguments)
             messages[-1][name] = str(caught.value)
