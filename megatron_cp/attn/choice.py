@@ -7,7 +7,7 @@ no other GPU has been tried.
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Served(NamedTuple):
     operator: str = ""
 
 
-_Kind = tuple[torch.device, torch.dtype, int, int, bool, bool, bool, bool, bool, bool]
+_Kind = tuple[Hashable, ...]
 _chosen: dict[_Kind, str] = {}
 _served: dict[_Kind, Served] = {}  # by hopper, tested
 
@@ -50,8 +50,8 @@ def _kind(q: Tensor, v: Tensor, asked: Asked) -> _Kind:
     """Returns what the answer depends on."""
     return (
         q.device, q.dtype, q.shape[-1], v.shape[-1],
-        asked.softcap > 0, asked.softmax_scale >= 0, asked.deterministic, asked.needs_grad,
-        asked.has_dropout, torch_wants_determinism(),
+        asked.softcap > 0, asked.softmax_scale > 0, asked.softmax_scale < 0, asked.deterministic,
+        asked.needs_grad, asked.has_dropout, torch_wants_determinism(),
     )  # fmt: skip
 
 

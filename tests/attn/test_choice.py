@@ -105,6 +105,15 @@ def test_the_choice_depends_on_torch_s_switch(gpu, monkeypatch):
     assert choice.choose_backend(tensor, tensor, ASKED) == "flash"
 
 
+def test_a_scale_of_0_is_a_choice_of_its_own(gpu):
+    """flash serves scales above 0 alone."""
+    gpu(hopper=_refuse)
+    tensor = _on(GPU)
+    assert choice.choose_backend(tensor, tensor, ASKED) == "flash"
+    gpu(hopper=_refuse, flash=_refuse)
+    assert choice.choose_backend(tensor, tensor, ASKED._replace(softmax_scale=0.0)) == "flex"
+
+
 def test_a_failed_self_test_warns_with_the_numbers_and_takes_flash(gpu, caplog):
     gpu(verdict=FAILED)
     tensor = _on(GPU)
