@@ -25,6 +25,7 @@ from megatron_cp.mask.slice import (
     LO,
     Q_END,
     Q_START,
+    cut_rows_at,
     make_rows,
     rows_area,
     shift_rows,
@@ -81,7 +82,8 @@ def row_intervals(mask: AttentionMask) -> IntArray:
 
 def even_bounds(size: int, cells: int) -> IntArray:
     """Returns where at most so many cells of a side begin, and the end: int64 `[n + 1]`."""
-    return np.linspace(0, size, min(cells, size) + 1).astype(np.int64)
+    cells = min(size, cells)
+    return np.arange(cells + 1, dtype=np.int64) * size // max(1, cells)
 
 
 def cell_areas(mask: AttentionMask, q_bounds: IntArray, k_bounds: IntArray) -> IntArray:
@@ -91,9 +93,9 @@ def cell_areas(mask: AttentionMask, q_bounds: IntArray, k_bounds: IntArray) -> I
     """
     check_mask(mask)
     q_bounds, k_bounds = as_bounds("q_bounds", q_bounds), as_bounds("k_bounds", k_bounds)
-    strips, i = _cut_at(mask.array, q_bounds, Q_START, Q_END)
+    strips, _, i = cut_rows_at(mask.array, q_bounds, Q_START, Q_END)
+    cells, strip, j = cut_rows_at(strips, k_bounds, K_START, K_END)
     areas = np.zeros((len(q_bounds) - 1, len(k_bounds) - 1), dtype=np.int64)
-    cells, j, strip = _cut_with_source(strips, k_bounds, K_START, K_END)
     np.add.at(areas, (i[strip], j), rows_area(cells))
     return areas
 
@@ -150,7 +152,7 @@ def block_table(mask: AttentionMask, q_block: int = 128, k_block: int = 128) -> 
     num_q, num_k = -(-mask.num_queries // q_block), -(-mask.num_keys // k_block)
     starts, ends = mask.array[:, Q_START] // q_block, -(-mask.array[:, Q_END] // q_block)
     _check_blocks(int((ends - starts).sum()), "strips of slices")
-    strips, i = _cut_at(mask.array, np.arange(num_q + 1) * q_block, Q_START, Q_END)
+    strips, _, i = cut_rows_at(mask.array, np.arange(num_q + 1) * q_block, Q_START, Q_END)
     q0, q1, k0, k1, lo, hi = strips.T
     first, last = k0 // k_block, -(-k1 // k_block)
     # Keys that every query of a whole strip sees; the blocks inside them are full in this slice
@@ -354,23 +356,3 @@ def _table_of(counts: IntArray | None, indices: IntArray | None) -> NDArray[np.b
     i, place = expand_ranges(np.zeros_like(counts), counts)
     table[i, indices[i, place]] = True
     return table
-
-
-def _cut_at(rows: IntArray, bounds: IntArray, start: int, end: int) -> tuple[IntArray, IntArray]:
-    """Returns the tight parts of rows between consecutive bounds of one axis, and their cell."""
-    parts, cell, _ = _cut_with_source(rows, bounds, start, end)
-    return parts, cell
-
-
-def _cut_with_source(
-    rows: IntArray, bounds: IntArray, start: int, end: int
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Returns the tight parts of rows between consecutive bounds, their cell and source row."""
-    low = np.searchsorted(bounds[1:], rows[:, start], side="right")
-    high = np.searchsorted(bounds[:-1], rows[:, end], side="left")
-    source, cell = expand_ranges(low, np.maximum(low, high))
-    parts = rows[source]
-    parts[:, start] = np.maximum(parts[:, start], bounds[cell])
-    parts[:, end] = np.minimum(parts[:, end], bounds[cell + 1])
-    solid = parts[:, start] < parts[:, end]  # bounds may repeat
-    return tighten(parts[solid]), cell[solid], source[solid]

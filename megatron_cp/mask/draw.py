@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_cp.mask.blocks import cell_areas
+from megatron_cp.mask.blocks import cell_areas, even_bounds
 from megatron_cp.mask.checks import as_count
-from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.interval import IntArray, columns, islands
 from megatron_cp.mask.mask import AttentionMask
 from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START
 
@@ -27,7 +27,7 @@ STAIRS = 64  # up to so many tokens a side, diagonals are drawn as the stairs th
 def ascii(mask: AttentionMask, max_size: int = 64) -> str:
     """Returns the mask as text, at most `max_size` cells a side: `#` all, `+` some, `.` no pairs."""
     max_size = as_count("max_size", max_size, minimum=1)
-    q_bounds, k_bounds = (_bounds(n, max_size) for n in (mask.num_queries, mask.num_keys))
+    q_bounds, k_bounds = (even_bounds(n, max_size) for n in (mask.num_queries, mask.num_keys))
     areas = cell_areas(mask, q_bounds, k_bounds)
     sizes = np.diff(q_bounds)[:, None] * np.diff(k_bounds)[None]
     marks = np.where(areas == 0, ".", np.where(areas == sizes, "#", "+"))
@@ -117,11 +117,9 @@ def _groups(rows: IntArray) -> IntArray:
     A slice off the diagonal (an answer that looks at its question) is in the group of its queries.
     """
     q0, q1, k0, k1, _, _ = rows.T
+    spans = columns(np.minimum(q0, k0), np.maximum(q1, k1))
     on_diagonal = np.maximum(q0, k0) < np.minimum(q1, k1)
-    low, high = np.minimum(q0, k0)[on_diagonal], np.maximum(q1, k1)[on_diagonal]
-    order = np.argsort(low, kind="stable")
-    low, reach = low[order], np.maximum.accumulate(high[order])
-    starts = low[np.r_[True, low[1:] >= reach[:-1]][: len(low)]]
+    starts = islands(spans.compress(on_diagonal, axis=0))[:, 0]
     return np.searchsorted(starts, q0, side="right").astype(np.int64)
 
 
@@ -176,11 +174,6 @@ def _rank_bands(ranks: IntArray, num_pixels: int) -> list[str]:
             f"{tooltip}</rect>",
         ]
     return result
-
-
-def _bounds(size: int, cells: int) -> IntArray:
-    cells = min(size, cells)
-    return np.arange(cells + 1, dtype=np.int64) * size // max(1, cells)
 
 
 def _path(points: list[list[float]]) -> str:

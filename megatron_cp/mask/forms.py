@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.mask.checks import as_array, as_ranges, as_tokens, check_mask
-from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.interval import IntArray, runs_of_rows
 from megatron_cp.mask.mask import AttentionMask, from_rows
 from megatron_cp.mask.slice import K_END, K_START, OPEN, Q_END, Q_START, make_rows, tighten
 
@@ -63,12 +63,8 @@ def from_dense(dense: NDArray[np.bool_]) -> AttentionMask:
             f"dense has dtype {matrix.dtype} and shape {matrix.shape}; it must be bool of shape "
             "[num_queries, num_keys]: compare an additive mask with 0 first"
         )
+    q, k_start, k_end = runs_of_rows(matrix)
     num_queries, num_keys = matrix.shape
-    edges = np.zeros((num_queries, num_keys + 1), dtype=np.int8)
-    edges[:, :-1] += matrix
-    edges[:, 1:] -= matrix
-    q, k_start = np.nonzero(edges == 1)
-    k_end = np.nonzero(edges == -1)[1]
     return AttentionMask(num_queries, num_keys, make_rows(q, q + 1, k_start, k_end)).merged()
 
 

@@ -44,6 +44,15 @@ def distinct(values: IntArray) -> IntArray:
 
 def normalise(intervals: IntArray) -> IntArray:
     """Returns the same set of integers sorted, with overlapping and touching intervals joined."""
+    return _united(intervals, np.greater)
+
+
+def islands(intervals: IntArray) -> IntArray:
+    """Returns the same set of integers sorted, overlapping intervals joined; those that only touch stay apart."""
+    return _united(intervals, np.greater_equal)
+
+
+def _united(intervals: IntArray, lies_behind: np.ufunc) -> IntArray:
     intervals = intervals.compress(intervals[:, 0] < intervals[:, 1], axis=0)
     if len(intervals) <= 1:
         return intervals
@@ -51,9 +60,18 @@ def normalise(intervals: IntArray) -> IntArray:
     start = intervals[:, 0].take(order)
     reach = np.maximum.accumulate(intervals[:, 1].take(order))
     opens, closes = np.ones((2, len(order)), dtype=bool)
-    np.greater(start[1:], reach[:-1], out=opens[1:])
+    lies_behind(start[1:], reach[:-1], out=opens[1:])
     closes[:-1] = opens[1:]
     return columns(start.compress(opens), reach.compress(closes))
+
+
+def runs_of_rows(cells: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns row, start and stop of each run of true cells `[rows, columns]`, row by row: int64 `[n]` each."""
+    edges = np.zeros((cells.shape[0], cells.shape[1] + 1), dtype=np.int8)
+    edges[:, :-1] += cells
+    edges[:, 1:] -= cells
+    row, start = np.nonzero(edges == 1)
+    return row, start, np.nonzero(edges == -1)[1]
 
 
 def length(intervals: IntArray) -> int:

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from megatron_cp.mask.builders import causal
-from megatron_cp.mask.interval import IntArray, columns, distinct, to_indices
+from megatron_cp.mask.interval import IntArray, columns, distinct, islands, to_indices
 from megatron_cp.mask.mask import AttentionMask
 from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START
 
@@ -22,13 +22,7 @@ def document_bounds(mask: AttentionMask) -> IntArray:
 def _bounds(num_tokens: int, rows: IntArray) -> IntArray:
     start = np.minimum(rows[:, Q_START], rows[:, K_START])
     stop = np.maximum(rows[:, Q_END], rows[:, K_END])
-    order = np.argsort(start, kind="stable")
-    reach = np.maximum.accumulate(stop[order])
-    start = start[order]
-    opens = np.r_[True, start[1:] >= reach[:-1]][: len(start)]
-    closes = np.r_[opens[1:], True][: len(start)]
-    ends = np.array([0, num_tokens])
-    return distinct(np.concatenate([ends, start[opens], reach[closes]]))
+    return distinct(np.r_[0, num_tokens, islands(columns(start, stop)).ravel()])
 
 
 @functools.lru_cache(maxsize=8)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_cp.mask import interval, sweep
 from megatron_cp.mask.checks import as_bounds, as_ranges, as_slices, as_tokens, check_mask
-from megatron_cp.mask.interval import IntArray, expand_ranges
+from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import (
     HI,
     K_END,
@@ -28,6 +28,7 @@ from megatron_cp.mask.slice import (
     as_span,
     crop_rows,
     cut_rows,
+    cut_rows_at,
     intersect_rows,
     rows_area,
     shift_rows,
@@ -118,19 +119,12 @@ class AttentionMask:
     def area_of_rows(self, bounds: IntArray) -> IntArray:
         """Returns the area of every run of rows `[bounds[i], bounds[i+1])`: int64 `[runs]`.
 
-        `bounds` never falls. O(slices x chunks that each slice meets).
+        `bounds` never falls. O(slices x runs that each slice meets).
         """
         bounds = as_bounds("bounds", bounds)
-        low = np.searchsorted(bounds[1:], self.array[:, Q_START], side="right")
-        high = np.searchsorted(bounds[:-1], self.array[:, Q_END], side="left")
-        which, chunk = expand_ranges(low, np.maximum(low, high))
-        parts = self.array[which]
-        parts[:, Q_START] = np.maximum(parts[:, Q_START], bounds[chunk])
-        parts[:, Q_END] = np.minimum(parts[:, Q_END], bounds[chunk + 1])
-        inside = parts[:, Q_START] < parts[:, Q_END]
-        parts, chunk = parts[inside], chunk[inside]
+        parts, _, run = cut_rows_at(self.array, bounds, Q_START, Q_END)
         areas = np.zeros(len(bounds) - 1, dtype=np.int64)
-        np.add.at(areas, chunk, rows_area(tighten(parts)))  # rows of a tight slice are never empty
+        np.add.at(areas, run, rows_area(parts))
         return areas
 
     def needed_keys(self, q_ranges: IntArray) -> IntArray:

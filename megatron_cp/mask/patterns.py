@@ -18,7 +18,7 @@ from megatron_cp.mask.checks import (
     as_tokens,
     check_number_of_slices,
 )
-from megatron_cp.mask.interval import IntArray
+from megatron_cp.mask.interval import IntArray, runs_of_rows
 from megatron_cp.mask.mask import AttentionMask
 from megatron_cp.mask.slice import make_rows
 
@@ -52,7 +52,7 @@ def block_sparse(
         k_blocks, num_keys = q_blocks, num_queries if num_keys is None else num_keys
     q_bounds = _table_bounds("q_blocks", q_blocks, cells.shape[0], "num_queries", num_queries)
     k_bounds = _table_bounds("k_blocks", k_blocks, cells.shape[1], "num_keys", num_keys)
-    i_start, i_end, j_start, j_end = boxes_of(cells)
+    i_start, i_end, j_start, j_end = _boxes_of(cells)
     rows = make_rows(q_bounds[i_start], q_bounds[i_end], k_bounds[j_start], k_bounds[j_end])
     mask = AttentionMask(int(q_bounds[-1]), int(k_bounds[-1]), rows)
     if not causal:
@@ -61,16 +61,12 @@ def block_sparse(
     return (mask & AttentionMask(mask.num_queries, mask.num_keys, diagonal)).merged()
 
 
-def boxes_of(cells: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def _boxes_of(cells: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Returns disjoint boxes `(i_start, i_end, j_start, j_end)` of the true cells of a matrix.
 
-    Runs of a row are found first; equal runs of consecutive rows become one box.
+    Equal runs of consecutive rows become one box.
     """
-    edges = np.zeros((cells.shape[0], cells.shape[1] + 1), dtype=np.int8)
-    edges[:, :-1] += cells
-    edges[:, 1:] -= cells
-    i, start = np.nonzero(edges == 1)
-    end = np.nonzero(edges == -1)[1]
+    i, start, end = runs_of_rows(cells)
     order = np.lexsort((i, end, start))
     i, start, end = i[order], start[order], end[order]
     joined = (np.diff(start) == 0) & (np.diff(end) == 0) & (np.diff(i) == 1)

@@ -135,6 +135,16 @@ def cut_rows(
     return parts, which, ranges_in_order.take(span)
 
 
+def cut_rows_at(
+    rows: IntArray, bounds: IntArray, start: int, end: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns what `cut_rows` does for the ranges from each of `bounds`, which never fall, to the next."""
+    solid = np.flatnonzero(np.diff(bounds))
+    ranges = columns(bounds[solid], bounds[solid + 1])
+    parts, which, span = cut_rows(rows, ranges, start, end)
+    return parts, which, solid.take(span)
+
+
 def transpose_rows(rows: IntArray) -> IntArray:
     """Returns the rows with queries and keys exchanged: `(lo, hi)` becomes `(-hi, -lo)`."""
     swapped = [rows[:, i] for i in (K_START, K_END, Q_START, Q_END)]

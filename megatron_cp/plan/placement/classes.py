@@ -105,7 +105,7 @@ def linked_blocks(masks: Sequence[AttentionMask]) -> IntArray | None:
     """
     rows = np.concatenate([mask.array for mask in masks])
     queries, keys = rows[:, [Q_START, Q_END]], rows[:, [K_START, K_END]]
-    islands = _islands(np.concatenate([queries, keys]))
+    islands = interval.islands(np.concatenate([queries, keys]))
     ends = [
         np.searchsorted(islands[:, 0], side[:, 0], side="right") - 1 for side in (queries, keys)
     ]
@@ -118,15 +118,6 @@ def linked_blocks(masks: Sequence[AttentionMask]) -> IntArray | None:
     ordered = islands.take(np.argsort(label, kind="stable"), axis=0)
     whole = np.array([[0, masks[0].num_queries]])
     return np.concatenate([ordered, interval.subtract(whole, interval.normalise(islands))])
-
-
-def _islands(ranges: IntArray) -> IntArray:
-    """Returns the unions of ranges that overlap, in order; ranges that only touch stay apart."""
-    order = np.argsort(ranges[:, 0], kind="stable")
-    start, reach = ranges[order, 0], np.maximum.accumulate(ranges[order, 1])
-    opens = np.flatnonzero(np.r_[True, start[1:] >= reach[:-1]])
-    closes = np.r_[opens[1:], len(start)] - 1
-    return interval.columns(start[opens], reach[closes])
 
 
 def _labels(count: int, a: IntArray, b: IntArray) -> IntArray | None:

@@ -129,10 +129,8 @@ class CrossPlacements(PlacementCandidates):
     def _bounds(self) -> IntArray:
         """Where runs of queries begin that share no slice with those before, and the end."""
         mask, _ = next(iter(self.masks.values()))
-        rows = mask.array[np.argsort(mask.array[:, Q_START], kind="stable")]
-        reached = np.maximum.accumulate(rows[:, Q_END])
-        opens = np.flatnonzero(rows[1:, Q_START] >= reached[:-1]) + 1
-        return np.r_[0, rows[opens, Q_START], mask.num_queries]
+        starts = interval.islands(mask.array[:, [Q_START, Q_END]])[:, 0]
+        return np.r_[0, starts[1:], mask.num_queries]
 
     def _chunk_table(self, mask: AttentionMask, size: int, count: int) -> ChunkTable:
         key_chunk = -(-mask.num_keys // count)
