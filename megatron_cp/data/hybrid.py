@@ -131,7 +131,7 @@ def _plan_seconds(plan: AttentionPlan) -> float:
 def bound_seconds(mask: AttentionMask, request: PlanRequest) -> float:
     """Returns the seconds of attention in all layers, both passes, that no plan of the mask is below."""
     return sum(
-        _layers_of(request, kind) * time_bound(one, request.cp_size, request.config, name).seconds
+        _layers_of(request, kind) * time_bound(one, request.cp_size, request.config, name)
         for kind, one in request.masks(mask).items()
         for name in PASSES
     )

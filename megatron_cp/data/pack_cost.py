@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from megatron_cp.data.batch import BatchConfig, PlanRequest, visible_prefix
 from megatron_cp.data.document_set import Documents
 from megatron_cp.data.packing import Pack
-from megatron_cp.plan.bounds.bounds import MaskExtent, best_degree
+from megatron_cp.plan.bounds.bounds import MaskExtent, time_bound_of
 from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import PASSES, OwnRows
 
@@ -64,7 +64,7 @@ def least_seconds(
     for layers, window in _layers(request):
         extent = extent_of_lengths(lengths, window)
         seconds += layers * sum(
-            best_degree(extent, cp_size, own, config, name)[0] for name in PASSES
+            time_bound_of(extent, cp_size, own, config, name) for name in PASSES
         )
     return comparable(seconds)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_cp.plan.bounds.bounds import time_bound, volume_bound
+from megatron_cp.plan.hardware.cost import load_bound_seconds
 from megatron_cp.plan.hardware.makespan import makespan_seconds, stage_areas
 from megatron_cp.plan.hardware.memory import peak_bytes
 from megatron_cp.plan.hardware.rows import exchange_elements, head_split_bytes, row_size
@@ -81,7 +82,6 @@ def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
     stages, split = plan.get_pass(pass_name).stages, plan.get_pass(pass_name).head_split
     own, config = plan.own_rows, plan.config
     peaks = peak_bytes(plan, pass_name)
-    bound = time_bound(plan.mask, plan.cp_size, config, pass_name, own)
     sent = np.zeros(plan.cp_size, dtype=np.int64)
     for _, transfer in plan.get_pass(pass_name).transfers():
         for hop in transfer.hops:
@@ -100,7 +100,7 @@ def pass_stats(plan: PlanData, pass_name: PassName) -> dict[str, float]:
         "slices_max": float(max(work.num_slices for stage in stages for work in stage.work)),
         "messages_max": float(sent.max()),
         "makespan_ms": makespan_seconds(plan, pass_name) * 1e3,
-        "bound_ms": bound.seconds * 1e3,
-        "load_bound_ms": bound.load_seconds * 1e3,
+        "bound_ms": time_bound(plan.mask, plan.cp_size, config, pass_name, own) * 1e3,
+        "load_bound_ms": load_bound_seconds(plan.mask, plan.cp_size, config, pass_name) * 1e3,
         "plan_ms": plan.plan_ms,
     }

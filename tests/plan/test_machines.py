@@ -107,7 +107,7 @@ def test_random_plans_are_predicted_as_a_scalar_recount_says_and_not_below_the_b
     for name in PASSES:
         seconds = makespan_seconds(plan, name)
         assert seconds == pytest.approx(predicted_seconds(plan, name, machine), rel=1e-9)
-        bound = time_bound(mask, cp_size, options, name, plan.own_rows).seconds
+        bound = time_bound(mask, cp_size, options, name, plan.own_rows)
         assert bound <= seconds * (1 + 1e-9)
         assert bound <= simulate_pass(plan, name).seconds * (1 + 1e-9)
 

@@ -27,7 +27,7 @@ from megatron_cp.config import CPConfig, Topology
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START, transpose_rows
-from megatron_cp.plan.hardware.cost import compute_seconds, load_bound_seconds
+from megatron_cp.plan.hardware.cost import compute_seconds
 from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.rows import exchange_elements, head_split_bytes, row_size
 from megatron_cp.plan.hardware.speeds import rank_speeds
@@ -67,27 +67,6 @@ class RowCost:
 
     query: float
     key: float
-
-
-@dataclass(frozen=True)
-class Bound:
-    """The bounds of one pass of one layer, on `cp_size` ranks."""
-
-    load_seconds: float
-    """The mask's area spread evenly, by speed, nothing moved."""
-    volume_seconds: float
-    """The rows that have to move, over the links, of the best head degree."""
-    critical_seconds: float
-    """Latency, then the work that cannot start before foreign rows are there."""
-    seconds: float
-    """No plan is faster: the largest of the three (the load with what moving rows takes from it), after the
-    exchange of the head split, at the best head degree."""
-    head_degree: int
-    """The head degree at which `seconds` is smallest."""
-    volume_units: float
-    """Mean inbound volume of a balanced plan without head split, in units of one rank's query rows."""
-    best_volume_units: float
-    """The same with the best head degree."""
 
 
 @lru_cache(maxsize=64)
@@ -194,42 +173,23 @@ def time_bound(
     config: CPConfig,
     pass_name: PassName,
     own: OwnRows | None = None,
-) -> Bound:
-    """Returns the bounds of one pass of one layer; `own`: rows per rank, by default the fewest of the same tokens."""
-    own = own or OwnRows.of_tokens(tokens_per_rank(mask.num_queries, cp_size, config))
-    even = np.full(1, mask.area() / cp_size)
-    units = {
-        degree: volume_bound(even, own, config, pass_name, mask, degree)
-        for degree in head_degrees(cp_size, config)
-    }
-    seconds, volume, critical, degree = best_degree(
-        mask_extent(mask), cp_size, own, config, pass_name
-    )
-    return Bound(
-        load_seconds=load_bound_seconds(mask, cp_size, config, pass_name),
-        volume_seconds=volume,
-        critical_seconds=critical,
-        seconds=seconds,
-        head_degree=degree,
-        volume_units=units[1],
-        best_volume_units=min(units.values()),
-    )
+) -> float:
+    """Returns the seconds of one pass of one layer that no plan is below.
 
-
-def best_degree(
-    extent: MaskExtent, cp_size: int, own: OwnRows, config: CPConfig, pass_name: PassName
-) -> tuple[float, float, float, int]:
-    """Returns (bound, volume, critical path) in seconds at the head degree where the bound is smallest, and it.
-
-    No mask is looked at: what is known of it in closed form is enough. O(head degrees).
+    `own`: rows per rank, by default the fewest of the same tokens.
     """
+    own = own or OwnRows.of_tokens(tokens_per_rank(mask.num_queries, cp_size, config))
+    return time_bound_of(mask_extent(mask), cp_size, own, config, pass_name)
+
+
+def time_bound_of(
+    extent: MaskExtent, cp_size: int, own: OwnRows, config: CPConfig, pass_name: PassName
+) -> float:
+    """Returns `time_bound` of a mask of which no more is known than its extent. O(head degrees)."""
     return min(
-        (
-            (*seconds, degree)
-            for degree in head_degrees(cp_size, config)
-            for seconds in _seconds_of_degree(extent, cp_size, own, config, pass_name, degree)
-        ),
-        key=lambda one: one[0],  # the first of equals
+        seconds
+        for degree in head_degrees(cp_size, config)
+        for seconds in _seconds_of_degree(extent, cp_size, own, config, pass_name, degree)
     )
 
 
@@ -269,8 +229,12 @@ def _seconds_of_degree(
     config: CPConfig,
     pass_name: PassName,
     degree: int,
-) -> Iterator[tuple[float, float, float]]:
-    """Yields (bound, volume, critical path) of head groups inside nodes, and of groups across nodes."""
+) -> Iterator[float]:
+    """Yields the bounds of head groups inside nodes, and of groups across nodes.
+
+    Each is the exchange of heads, and after it the largest of three: rows that have to move, work that cannot start
+    before foreign rows are there, and the load with what moving rows takes from it.
+    """
     topology, speeds = get_topology(config.topology), rank_speeds(config, cp_size)
     one = float(compute_seconds(np.ones(1), config, pass_name)[0]) / degree  # of 1/h of the heads
     pair = one / float(speeds.max())
@@ -283,7 +247,7 @@ def _seconds_of_degree(
     exchange = head_split_bytes(own, degree, config, pass_name) * 1e-9
     latency = 2e-6 * topology.latency_us if degree > 1 else 0.0
 
-    def bound(levels: list[_Level], gbytes_per_s: float) -> tuple[float, float, float]:
+    def bound(levels: list[_Level], gbytes_per_s: float) -> float:
         exposed = exchange / gbytes_per_s + latency
         at_once = max(level.at_once(there, extent) for level in levels)
 
@@ -295,7 +259,7 @@ def _seconds_of_degree(
         mean_speed = float(speeds.mean())
         share = topology.contention * float(speeds.min()) / mean_speed
         slowed = _least_time(ranks.mean * one / mean_speed, share, moving)
-        return exposed + max(slowed, volume, critical), exposed + volume, critical
+        return exposed + max(slowed, volume, critical)
 
     if (
         has_nodes and degree > 1

@@ -118,7 +118,7 @@ def outcome_of(plan: AttentionPlan, plan_ms: float) -> Outcome:
 
 def _priced(mask: AttentionMask, cp_size: int, config: CPConfig) -> Outcome:
     seconds = [best_case_seconds(config.planner, mask, cp_size, config, name) for name in PASSES]
-    bounds = [time_bound(mask, cp_size, config, name).seconds for name in PASSES]
+    bounds = [time_bound(mask, cp_size, config, name) for name in PASSES]
     return Outcome(
         config.planner,
         predicted_ms=sum(seconds) * 1e3,
