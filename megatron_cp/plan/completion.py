@@ -49,7 +49,5 @@ def _last_with_pairs(
 
 def comes_home(pass_: Pass, index: int, side: Side) -> bool:
     """Returns whether anything is sent home after a stage: results for the rows of the chain that ends there."""
-    casts = [pass_.stages[i].cast(side) for i in pass_.chain(index, side)]
-    return pass_.ends_chain(index, side) and any(
-        len(hop.messages) for cast in casts if cast is not None for hop in cast.hops
-    )
+    hops = pass_.hops_of_chain(index, side)
+    return pass_.ends_chain(index, side) and any(len(hop.messages) for hop in hops)

@@ -49,6 +49,8 @@ PassName = Literal["forward", "backward"]
 PASSES: tuple[PassName, PassName] = ("forward", "backward")
 Side = Literal["k", "q"]
 SIDES: tuple[Side, Side] = ("q", "k")
+ANSWERED: dict[PassName, tuple[Side, ...]] = {"forward": ("q",), "backward": SIDES}
+"""The sides for whose rows there are results, which go home."""
 
 
 class OwnRows(NamedTuple):
@@ -105,12 +107,14 @@ class Hop:
         """Returns the messages that `rank` receives, in the order in which their rows are appended."""
         return self.messages[self.messages[:, DST] == rank]
 
+    def rows_at(self, end: int, num_ranks: int) -> IntArray:
+        """Returns the rows that each rank sends (`end` SRC) or receives (DST): int64 `[num_ranks]`."""
+        rows = self.messages[:, STOP] - self.messages[:, START]
+        return np.bincount(self.messages[:, end], rows, num_ranks).astype(np.int64)
+
     def rows_received(self, num_ranks: int) -> IntArray:
         """Returns the rows that each rank receives: int64 `[num_ranks]`."""
-        rows = self.messages[:, STOP] - self.messages[:, START]
-        return np.bincount(self.messages[:, DST], weights=rows, minlength=num_ranks).astype(
-            np.int64
-        )
+        return self.rows_at(DST, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -118,12 +122,6 @@ class Transfer:
     """Row movement in one or more hops; `group_reduce` runs the same hops backwards."""
 
     hops: tuple[Hop, ...]
-
-    def rows_held(self, before: IntArray) -> IntArray:
-        """Returns the size of each rank's row space after the last hop, given that before: int64 `[P]`."""
-        return before + sum(
-            (h.rows_received(len(before)) for h in self.hops), np.zeros(len(before), np.int64)
-        )
 
     def held_ids(self, before: Sequence[IntArray]) -> list[IntArray]:
         """Returns, for each rank, the ids of all rows it holds, given those that it held before."""
@@ -151,6 +149,11 @@ class Stage:
     def cast(self, side: Side) -> Transfer | None:
         """Returns the transfer of one side."""
         return self.k_cast if side == "k" else self.q_cast
+
+    def hops(self, side: Side) -> tuple[Hop, ...]:
+        """Returns the hops of one side; none without a transfer."""
+        cast = self.cast(side)
+        return () if cast is None else cast.hops
 
     def keeps(self, side: Side) -> bool:
         """Returns whether one side goes on with the rows of the stage before."""
@@ -208,6 +211,16 @@ class Pass:
     def ends_chain(self, index: int, side: Side) -> bool:
         """Returns whether results for received rows of one side go home after stage `index`."""
         return index + 1 == len(self.stages) or not self.stages[index + 1].keeps(side)
+
+    def whole_chain(self, index: int, side: Side) -> range:
+        """Returns the stages of the chain of one side in which stage `index` is."""
+        while not self.ends_chain(index, side):
+            index += 1
+        return self.chain(index, side)
+
+    def hops_of_chain(self, index: int, side: Side) -> list[Hop]:
+        """Returns the hops that brought the rows of one side that are held in stage `index`."""
+        return [hop for i in self.chain(index, side) for hop in self.stages[i].hops(side)]
 
     def held_ids(self, side: Side, own_ids: IntArray) -> list[list[IntArray]]:
         """Returns the token ids that each rank holds in each stage: `[stages][P]`, of `own_ids` `[P, R]`."""

@@ -1,11 +1,12 @@
 """Checks that a plan can be executed and covers its mask: what `PlanData.validate` does."""
 
+from collections.abc import Iterable
 from operator import attrgetter, methodcaller
 
 import numpy as np
 
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.schema import DST, SIDES, SRC, START, Hop, Pass, PlanData, Side, Transfer
+from megatron_cp.plan.schema import DST, SIDES, SRC, START, Hop, Pass, PlanData, Side
 
 # Of a mask; quick, as large plans have millions of them.
 GRID = attrgetter("num_queries", "num_keys")
@@ -50,9 +51,8 @@ def _validate_pass(plan: PlanData, pass_: Pass, where: str) -> None:
     held: dict[Side, IntArray] = {}
     for index, stage in enumerate(pass_.stages):
         for side in SIDES:
-            before, cast = held[side] if stage.keeps(side) else own[side], stage.cast(side)
-            _validate_transfer(cast, before, f"{where} stage {index}")
-            held[side] = before if cast is None else cast.rows_held(before)
+            before = held[side] if stage.keeps(side) else own[side]
+            held[side] = _checked_rows_held(stage.hops(side), before, f"{where} stage {index}")
         rows = [held[side].tolist() for side in SIDES]
         grids = list(map(GRID, stage.work))
         if grids != list(zip(*rows, strict=True)):
@@ -67,9 +67,10 @@ def _validate_pass(plan: PlanData, pass_: Pass, where: str) -> None:
         )
 
 
-def _validate_transfer(cast: Transfer | None, held: IntArray, where: str) -> None:
+def _checked_rows_held(hops: Iterable[Hop], held: IntArray, where: str) -> IntArray:
+    """Returns how many rows each rank holds after the hops, given those before: int64 `[P]`."""
     num_ranks = len(held)
-    for hop in cast.hops if cast else ():
+    for hop in hops:
         src, dst, start, stop = hop.messages.T
         known = (src >= 0) & (src < num_ranks) & (dst >= 0) & (dst < num_ranks) & (src != dst)
         if not known.all() or (start < 0).any() or (stop > held[src]).any():
@@ -82,6 +83,7 @@ def _validate_transfer(cast: Transfer | None, held: IntArray, where: str) -> Non
                 f"{where}: rank {repeated[0]} sends a row twice to {repeated[1]} in one hop"
             )
         held = held + hop.rows_received(num_ranks)
+    return held
 
 
 def _first_repeated_row(hop: Hop) -> tuple[int, int] | None:

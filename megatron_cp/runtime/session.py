@@ -12,7 +12,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +29,7 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.completion import completing_quadrants
 from megatron_cp.plan.hardware.makespan import transfer_shares
-from megatron_cp.plan.schema import SIDES, Hop, OwnRows, Pass, PassName, Side, Transfer
+from megatron_cp.plan.schema import ANSWERED, SIDES, Hop, OwnRows, Pass, PassName, Side, Transfer
 from megatron_cp.runtime.hardware import tell_of_other_hardware
 
 Rows = tuple[Tensor, ...]
@@ -220,7 +220,7 @@ def _compile_pass(
         exchange = HeadExchange.compile(pass_.head_split, rank, plan.cp_size, group)
     own = plan.own_rows.times(pass_.head_degree)
     shares = transfer_shares(plan, name, rank)
-    answered: tuple[Side, ...] = ("q",) if name == "forward" else SIDES
+    answered = ANSWERED[name]
     ends = {side: completing_quadrants(pass_, own, side, (rank,))[0] for side in answered}
     stages = []
     for index, stage in enumerate(pass_.stages):
@@ -261,31 +261,24 @@ def _compile_side(
 ) -> RankSide:
     """`who`: rank, number of ranks, own rows. `is_answered`: there are results for the rows of this side."""
     rank, num_ranks, _ = who
-    stage, chain = pass_.stages[index], pass_.chain(index, side)
-    end = index
-    while not pass_.ends_chain(end, side):
-        end += 1
+    stage, chain = pass_.stages[index], pass_.whole_chain(index, side)
     received = [
-        sum(int(hop.rows_received(num_ranks)[rank]) for hop in _hops(pass_.stages[i].cast(side)))
-        for i in range(chain.start, end + 1)
+        sum(int(hop.rows_received(num_ranks)[rank]) for hop in pass_.stages[i].hops(side))
+        for i in chain
     ]
-    hops = [hop for i in chain[:-1] for hop in _hops(pass_.stages[i].cast(side))]
     before = sum(received[: index - chain.start])
-    goes_home = is_answered and end == index
-    cast = _compile_hops(_hops(stage.cast(side)), who, before, goes_home and not hops)
-    returns = cast if goes_home else None
-    if goes_home and hops:
-        returns = _compile_hops(hops + _hops(stage.cast(side)), who)
     held = before + received[index - chain.start]
+    now, so_far = stage.hops(side), pass_.hops_of_chain(index, side)
+    goes_home, is_first = is_answered and index == chain[-1], len(now) == len(so_far)
+    cast = _compile_hops(now, who, before, goes_home and is_first)
+    returns = cast if goes_home else None
+    if goes_home and not is_first:
+        returns = _compile_hops(so_far, who)
     return RankSide(cast, stage.keeps(side), held, sum(received), returns)
 
 
-def _hops(cast: Transfer | None) -> list[Hop]:
-    return [] if cast is None else list(cast.hops)
-
-
 def _compile_hops(
-    hops: list[Hop],
+    hops: Sequence[Hop],
     who: tuple[int, int, int],
     received_before: int = 0,
     comes_home: bool = True,

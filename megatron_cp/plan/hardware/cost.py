@@ -9,7 +9,7 @@ return and a head split are exposed. Nothing here is measured on the machine tha
 predictions. `simulate.py` plays the same stages event by event, where ranks wait for each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +131,15 @@ def hop_movement(
     """
     seconds = links.seconds(links.moved(src, dst, rows, num_ranks))
     return Movement(seconds.max(axis=(0, 2)), links.hop_latency(src, dst, rows))
+
+
+def movement_of(hops: Iterable[IntArray], num_ranks: int, links: Links) -> Movement | None:
+    """Returns what messages (source, destination, start, stop) of rows cost, hop after hop; None without a hop."""
+    total: Movement | None = None
+    for messages in hops:
+        src, dst, start, stop = messages.T
+        total = hop_movement(src, dst, stop - start, num_ranks, links).plus(total)
+    return total
 
 
 def stage_seconds(

@@ -8,12 +8,11 @@ from megatron_cp.config import KernelRates, Topology
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import rows_area
 from megatron_cp.plan.hardware.cost import (
-    Movement,
     PassLoads,
     SideLoads,
     compute_seconds,
     head_split_seconds,
-    hop_movement,
+    movement_of,
     pass_seconds,
     transfer_seconds,
 )
@@ -21,34 +20,10 @@ from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.rows import FP32_BYTES
 from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
-from megatron_cp.plan.schema import (
-    DST,
-    PASSES,
-    SIDES,
-    SRC,
-    START,
-    STOP,
-    FloatArray,
-    PassName,
-    PlanData,
-    Transfer,
-)
+from megatron_cp.plan.schema import PASSES, FloatArray, PassName, PlanData, Side
 
 # Of the multiprocessors, to rows under way: at least 4 of an H100's 132, the margin that MagiAttention leaves.
 MIN_TRANSFER_SHARE = 4 / 132
-
-
-def transfer_movement(transfer: Transfer | None, num_ranks: int, links: Links) -> Movement | None:
-    """Returns the cost of a transfer's hops, one after the other."""
-    if transfer is None:
-        return None
-    total = Movement(np.zeros(num_ranks), 0.0)
-    for hop in transfer.hops:
-        messages = hop.messages
-        rows = messages[:, STOP] - messages[:, START]
-        one = hop_movement(messages[:, SRC], messages[:, DST], rows, num_ranks, links)
-        total = one.plus(total)
-    return total
 
 
 def stage_areas(plan: PlanData, pass_name: PassName) -> FloatArray:
@@ -147,11 +122,10 @@ def transfer_shares(plan: PlanData, pass_name: PassName, rank: int) -> list[floa
 
 def _loads(plan: PlanData, pass_name: PassName, areas: FloatArray) -> PassLoads:
     pass_, links = plan.get_pass(pass_name), Links.of(get_topology(plan.config.topology))
-    sides = {
-        side: SideLoads.of(
-            [transfer_movement(stage.cast(side), plan.cp_size, links) for stage in pass_.stages],
-            [stage.keeps(side) for stage in pass_.stages],
-        )
-        for side in SIDES
-    }
-    return PassLoads(areas, sides["k"], sides["q"])
+
+    def of_side(side: Side) -> SideLoads | None:
+        messages = ([hop.messages for hop in stage.hops(side)] for stage in pass_.stages)
+        moves = [movement_of(hops, plan.cp_size, links) for hops in messages]
+        return SideLoads.of(moves, [stage.keeps(side) for stage in pass_.stages])
+
+    return PassLoads(areas, of_side("k"), of_side("q"))

@@ -1,5 +1,6 @@
 """A plan's pass as a script, played on a topology (`play.py`)."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from megatron_cp.plan.hardware.play import Script, Sends, Simulation, play
 from megatron_cp.plan.hardware.rows import FP32_BYTES, row_size
 from megatron_cp.plan.hardware.speeds import check_rank_speeds, rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
-from megatron_cp.plan.schema import SIDES, PassName, PlanData, Side, Transfer
+from megatron_cp.plan.schema import SIDES, Hop, PassName, PlanData, Side
 
 NAMES: dict[Side, str] = {"q": "query rows", "k": "key rows"}
 
@@ -40,7 +41,7 @@ def simulate_pass(
     returns: list[list[Sends]] = [[] for _ in pass_.stages]
     for side in SIDES:
         size = row_size(config, pass_name, side, pass_.head_degree, gradient_bytes)
-        moved = [_hops(stage.cast(side), plan.cp_size, links) for stage in pass_.stages]
+        moved = [_sends(stage.hops(side), plan.cp_size, links) for stage in pass_.stages]
         for index, hops in enumerate(moved):
             what = f"{NAMES[side]} of stage {index}"
             casts[index] += [
@@ -62,10 +63,10 @@ def simulate_pass(
     return play(script, links, row.contention, overlap=overlap, num_traced=num_traced)
 
 
-def _hops(transfer: Transfer | None, num_ranks: int, links: Links) -> dict[int, Sends]:
-    """Returns the hops of a transfer in which anything moves, in rows."""
+def _sends(hops: Sequence[Hop], num_ranks: int, links: Links) -> dict[int, Sends]:
+    """Returns what the hops of a transfer send, in rows, by their number; none in which nothing moves."""
     found = {}
-    for number, hop in enumerate(transfer.hops if transfer else ()):
+    for number, hop in enumerate(hops):
         one_stage = np.zeros(len(hop.messages), dtype=np.int64)
         (sends,) = Sends.of_stages(hop.messages, one_stage, 1, num_ranks, links)
         if sends is not None:

@@ -6,21 +6,18 @@ A strategy says how both passes of a mask run on a placement; of each pass it ha
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.compute.bisection import Weights
 from megatron_cp.plan.hardware.cost import (
-    Movement,
     PassLoads,
     compute_seconds,
     head_split_seconds,
-    hop_movement,
     pass_seconds,
 )
 from megatron_cp.plan.hardware.links import Links
@@ -40,7 +37,6 @@ from megatron_cp.plan.schema import (
 )
 from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
-from megatron_cp.plan.transfer.routing import DST, ID_START, ID_STOP, SRC
 
 
 @dataclass(frozen=True)
@@ -179,16 +175,6 @@ class HeadGroups:
             )
             for name in PASSES
         }
-
-    def movement(self, hops: Sequence[IntArray]) -> Movement | None:
-        """Returns what serving requests (owner, reader, ids) costs, hop after hop."""
-        total: Movement | None = None
-        for requests in hops:
-            rows = requests[:, ID_STOP] - requests[:, ID_START]
-            ends = requests[:, SRC], requests[:, DST]
-            one = hop_movement(*ends, rows, self.placed.num_ranks, self.links)
-            total = one.plus(total)
-        return total
 
     def imbalance(self, areas: FloatArray) -> float:
         """Returns the largest time of the head groups over the fair one; `areas` `[P]`: their pairs."""

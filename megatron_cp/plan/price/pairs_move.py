@@ -19,7 +19,7 @@ from megatron_cp.plan.compute.bisection import Assignment, assign
 from megatron_cp.plan.compute.blocks import Problem
 from megatron_cp.plan.compute.local_search import improved
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
-from megatron_cp.plan.hardware.cost import Movement, compute_seconds, hidden_seconds
+from megatron_cp.plan.hardware.cost import Movement, compute_seconds, hidden_seconds, movement_of
 from megatron_cp.plan.hardware.play import Script, Sends, played_seconds
 from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.hardware.topology import get_topology
@@ -196,8 +196,10 @@ class _RoutedAssignment:
 
     @functools.cached_property
     def _moves(self) -> dict[Side, Movement | None]:
+        num_ranks, links = self.groups.placed.num_ranks, self.groups.links
         return {
-            side: self.groups.movement(self.assigned.arriving(side, self.route)) for side in SIDES
+            side: movement_of(self.assigned.arriving(side, self.route), num_ranks, links)
+            for side in SIDES
         }
 
     def even_seconds(self, stagings: Sequence[Staging], name: PassName) -> FloatArray:
