@@ -70,19 +70,28 @@ def per_document_zigzag(lengths: Sequence[int], cp_size: int) -> IntArray:
     return np.stack([np.concatenate([np.zeros(0, np.int64), *pieces]) for pieces in rows])
 
 
-def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig) -> tuple[int, int]:
-    """Returns (chunk size, chunks per rank) of a chunk assignment; the chunk is the config's or a good one."""
-    rows = tokens_per_rank(num_tokens, cp_size, config)
+def chunk_layout(
+    num_tokens: int, cp_size: int, config: CPConfig, per_rank: int | None = None
+) -> tuple[int, int]:
+    """Returns (chunk size, chunks per rank) of a chunk assignment.
+
+    The chunk is the config's, else there are `per_rank` chunks if tokens suffice, or a good number of them.
+    """
+
+    def rows_of(pieces: int) -> int:
+        return tokens_per_rank(num_tokens, cp_size, config, pieces)
+
     if config.chunk_size is not None:
-        chunk = config.chunk_size
-        rows = tokens_per_rank(num_tokens, cp_size, config, pieces=chunk)
-        return chunk, rows // chunk
-    wished = min(MAX_CHUNKS_PER_RANK, max(MIN_CHUNKS_PER_RANK, TARGET_CHUNKS // cp_size))
-    wished = min(wished, most_chunks(cp_size) // cp_size)
-    most = min(wished, max(rows // MIN_CHUNK_TOKENS, min(4, rows), 1))
-    padded = {n: tokens_per_rank(num_tokens, cp_size, config, pieces=n) for n in range(1, most + 1)}
-    count = max(n for n, size in padded.items() if size <= rows * (1 + MAX_PADDING))
-    return padded[count] // count, count
+        return config.chunk_size, rows_of(config.chunk_size) // config.chunk_size
+    rows = rows_of(1)
+    if per_rank is not None:
+        count = min(per_rank, rows)
+    else:
+        wished = min(MAX_CHUNKS_PER_RANK, max(MIN_CHUNKS_PER_RANK, TARGET_CHUNKS // cp_size))
+        wished = min(wished, most_chunks(cp_size) // cp_size)
+        most = min(wished, max(rows // MIN_CHUNK_TOKENS, min(4, rows), 1))
+        count = max(n for n in range(1, most + 1) if rows_of(n) <= rows * (1 + MAX_PADDING))
+    return rows_of(count) // count, count
 
 
 def most_chunks(cp_size: int) -> int:

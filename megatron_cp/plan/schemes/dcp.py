@@ -20,12 +20,12 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement.placement import tokens_of_chunks
+from megatron_cp.plan.placement.placement import chunk_layout, tokens_of_chunks
 from megatron_cp.plan.schema import PlanData
 from megatron_cp.plan.schemes.blocks import Blocks, RowWeights, least_sum
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
 from megatron_cp.plan.schemes.gather import one_pass_plan
-from megatron_cp.plan.schemes.layout import chunk_layout, ranks_per_node
+from megatron_cp.plan.schemes.layout import ranks_per_node
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.routing import ThroughNodes
 

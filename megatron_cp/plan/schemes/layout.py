@@ -1,10 +1,9 @@
-"""Sizes that schemes share: even nodes (as many ranks in each, none across a real edge) and chunks per rank."""
+"""Sizes that schemes share: even nodes, as many ranks in each and none across a real edge, and how many slices."""
 
 import math
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.hardware.topology import get_topology
-from megatron_cp.plan.placement.placement import tokens_per_rank
 
 MOST_PIECES = 1 << 23  # slices of a plan: hundreds of megabytes
 
@@ -13,15 +12,6 @@ def ranks_per_node(cp_size: int, config: CPConfig) -> int:
     """Returns the largest group size that divides ranks and nodes; all ranks if one node holds them."""
     node_size = get_topology(config.topology).node_size
     return cp_size if cp_size <= node_size else math.gcd(cp_size, node_size)
-
-
-def chunk_layout(num_tokens: int, cp_size: int, config: CPConfig, per_rank: int) -> tuple[int, int]:
-    """Returns (chunk size, chunks per rank): the config's chunk, or `per_rank` chunks if tokens suffice."""
-    if config.chunk_size is not None:
-        rows = tokens_per_rank(num_tokens, cp_size, config, pieces=config.chunk_size)
-        return config.chunk_size, rows // config.chunk_size
-    count = min(per_rank, tokens_per_rank(num_tokens, cp_size, config))
-    return tokens_per_rank(num_tokens, cp_size, config, pieces=count) // count, count
 
 
 def check_pieces(planner: str, num_pieces: int, cp_size: int) -> None:

@@ -22,10 +22,9 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.topology import get_topology
-from megatron_cp.plan.placement.placement import tokens_of_chunks
+from megatron_cp.plan.placement.placement import chunk_layout, tokens_of_chunks
 from megatron_cp.plan.schema import FloatArray, PlanData
 from megatron_cp.plan.schemes.gather import one_pass_plan
-from megatron_cp.plan.schemes.layout import chunk_layout
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import needed_keys_pass
 from megatron_cp.plan.transfer.routing import Route, ThroughNodes, direct
