@@ -216,6 +216,11 @@ class CPConfig:
     head_degree: int | None = None
     """Ranks that exchange tokens against heads in planner "usp"; None: the most that fit into a node."""
 
+    @property
+    def value_dim(self) -> int:
+        """Returns the width of one value head."""
+        return self.value_head_dim or self.head_dim
+
     def __post_init__(self) -> None:
         if not isinstance(self.planner, str):
             raise TypeError(f"planner={self.planner!r} must be a name; give a string")

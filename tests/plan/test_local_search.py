@@ -12,16 +12,17 @@ import pytest
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import forget_plans, make_plan
-from megatron_cp.plan.compute.bisection import Assignment, Weights, assign
+from megatron_cp.plan.compute.bisection import Assignment, assign
 from megatron_cp.plan.compute.blocks import Blocks, Problem
 from megatron_cp.plan.compute.local_search import improved
+from megatron_cp.plan.hardware.rows import RowCost
 from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.placement.placement import contiguous, zigzag
 from megatron_cp.plan.schema import PASSES
 from megatron_cp.plan.search.search import Search
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
-WEIGHTS = Weights(7.0, 5.0)
+WEIGHTS = RowCost(7.0, 5.0)
 COMPUTE, INSIDE, BETWEEN = 1e-3, 2e-4, 9e-4
 
 
@@ -35,7 +36,7 @@ def problem_of(mask, cp_size, node_size=8, place=contiguous, contention=0.1):
 def bisected(problem):
     placed = problem.placed
     even = np.ones(placed.num_ranks)
-    return assign(placed.mask, placed.owners, (problem.node_size,), problem.weights, even)
+    return assign(placed.mask, placed.owners, (problem.node_size,), problem.row_cost, even)
 
 
 def at_home(problem):

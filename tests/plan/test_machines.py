@@ -12,10 +12,11 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Level, Topology
 from megatron_cp.plan import PLANNERS, forget_plans, make_plan
 from megatron_cp.plan.bounds.bounds import time_bound
-from megatron_cp.plan.compute.bisection import Weights, assign
+from megatron_cp.plan.compute.bisection import assign
 from megatron_cp.plan.hardware.cost import hop_movement
 from megatron_cp.plan.hardware.links import Links
 from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.rows import RowCost
 from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.placement.by_documents import Ranks, group_sizes, whole_documents
 from megatron_cp.plan.schema import PASSES
@@ -163,7 +164,7 @@ def test_compute_is_cut_between_racks_before_it_is_cut_between_nodes(kind):
     owner = np.repeat(np.arange(12), 8)
     placed = PlacedMask(mask, np.arange(96).reshape(12, 8))
     nodes, racks = (
-        assign(mask, placed.owners, sizes, Weights(1.0, 1.0), np.ones(12))
+        assign(mask, placed.owners, sizes, RowCost(1.0, 1.0), np.ones(12))
         for sizes in ((2,), (2, 4))
     )
     assert rows_into_groups(racks, owner, 4) < rows_into_groups(nodes, owner, 4)

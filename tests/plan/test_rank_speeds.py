@@ -12,10 +12,10 @@ from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import PLANNERS, make_plan, plan_on_placement
 from megatron_cp.plan.bounds.best_cases import BEST_CASES, best_case_seconds
-from megatron_cp.plan.compute.bisection import Weights
 from megatron_cp.plan.compute.blocks import Problem
 from megatron_cp.plan.compute.local_search import improved
 from megatron_cp.plan.hardware.makespan import makespan_seconds, transfer_shares
+from megatron_cp.plan.hardware.rows import RowCost
 from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.placement.by_documents import Ranks, whole_documents
 from megatron_cp.plan.price.head_groups import HeadGroups
@@ -193,7 +193,7 @@ def test_a_slow_rank_leaves_a_smaller_share_to_rows_under_way():
 def test_a_local_search_divides_by_speed(node_size):
     mask, speeds = masks.causal(256), np.array([1.0, 1.0, 0.5, 1.0])
     placed = PlacedMask(mask, np.arange(256).reshape(4, 64))
-    problem = Problem(placed, Weights(2.0, 1.0), 1.0, (1e-6, 1e-5), node_size, 0.1, speeds)
+    problem = Problem(placed, RowCost(2.0, 1.0), 1.0, (1e-6, 1e-5), node_size, 0.1, speeds)
     start = stay_at_home(HeadGroups(mask, CPConfig(), 1, placed))
     home = np.zeros(4)
     np.add.at(home, start.ranks, [_area(row) for row in start.parts])

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig, Topology
 from megatron_cp.plan import AttentionPlan, forget_plans, make_plan, make_plans
-from megatron_cp.plan.compute.bisection import Assignment, Weights, assign
+from megatron_cp.plan.compute.bisection import Assignment, assign
 from megatron_cp.plan.compute.staging import ORDERS, AssignedMask, Staging
 from megatron_cp.plan.hardware.makespan import makespan_seconds
+from megatron_cp.plan.hardware.rows import RowCost
 from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.schema import PASSES
@@ -25,7 +26,7 @@ from megatron_cp.plan.transfer.routing import ThroughNodes, direct, tree
 from tests.plan.cases import config, packed
 from tests.plan.test_laws import any_square_mask, check_laws
 
-SAME = Weights(query=2.0, key=2.0)  # one query head per key/value head
+SAME = RowCost(query=2.0, key=2.0)  # one query head per key/value head
 
 
 def placed_in_order(mask, cp_size):

@@ -15,8 +15,9 @@ import pytest
 
 from megatron_cp import mask as masks
 from megatron_cp.config import CPConfig
-from megatron_cp.plan.bounds.bounds import RowCost, least_cost, mask_extent, volume_bound
-from megatron_cp.plan.compute.bisection import Weights, assign
+from megatron_cp.plan.bounds.bounds import least_cost, mask_extent, volume_bound
+from megatron_cp.plan.compute.bisection import assign
+from megatron_cp.plan.hardware.rows import RowCost
 from megatron_cp.plan.placement.placement import contiguous
 from megatron_cp.plan.schema import OwnRows
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
@@ -95,7 +96,7 @@ def cut(name):
     """Returns the areas of the recursive cut and its inbound rows per rank, counted from pairs."""
     mask, cp_size = CASES[name]
     placed = PlacedMask(mask, contiguous(mask.num_queries, cp_size, CONFIG))
-    found = assign(mask, placed.owners, (cp_size,), Weights(QUERY, KEY), np.ones(cp_size))
+    found = assign(mask, placed.owners, (cp_size,), RowCost(QUERY, KEY), np.ones(cp_size))
     owner = owners_of(cp_size, mask.num_queries)
     loads, inbound = [], []
     for rank in range(cp_size):

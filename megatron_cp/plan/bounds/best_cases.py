@@ -17,7 +17,7 @@ from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
 from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import tokens_per_rank
-from megatron_cp.plan.schema import FloatArray, OwnRows, PassName
+from megatron_cp.plan.schema import OwnRows, PassName
 from megatron_cp.plan.schemes.documents import local_intra_inter
 from megatron_cp.plan.schemes.double_ring import passes_queries
 from megatron_cp.plan.schemes.layout import ranks_per_node
@@ -67,7 +67,7 @@ def _ring(pieces: int) -> Callable[[AttentionMask, int, CPConfig, PassName], flo
         area = even_area(mask, cp_size, config)
         if pieces:
             area = busiest_area(mask, cp_size, config, pieces)
-        return _overlapped(_compute(area, config, pass_name), links * 1e-9, steps, config)
+        return _overlapped(compute_seconds(area, config, pass_name), links * 1e-9, steps, config)
 
     return seconds
 
@@ -80,7 +80,7 @@ def _double_ring(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name:
     inner = (cp_size - nodes) * moved / topology.inner_gbytes_per_s
     if pass_name == "backward" and passes_queries(config):  # pairs are computed where keys live
         mask = mask.transpose()
-    compute = _compute(busiest_area(mask, cp_size, config, pieces=2), config, pass_name)
+    compute = compute_seconds(busiest_area(mask, cp_size, config, pieces=2), config, pass_name)
     return _overlapped(compute, max(outer, inner) * 1e-9, cp_size - 1, config)
 
 
@@ -90,16 +90,16 @@ def _allgather(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: P
     key = row_size(config, pass_name, "k")
     remote = max(0, cp_size - topology.node_size) * rows / topology.outer_gbytes_per_s
     inner = (min(cp_size, topology.node_size) - 1) * rows / topology.inner_gbytes_per_s
-    links = max(remote, inner) * (key.there + key.back) * 1e-9
+    links = max(remote, inner) * key.both_ways * 1e-9
     area = busiest_area(mask, cp_size, config, pieces=2)
-    return links + _compute(area, config, pass_name)  # one stage: nothing to hide behind
+    return links + compute_seconds(area, config, pass_name)  # one stage: nothing to hide behind
 
 
 def _usp(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
     """Returns the best head degree: the exchange, then a ring over what is left, balanced."""
     topology = get_topology(config.topology)
     rows = tokens_per_rank(mask.num_queries, cp_size, config)
-    compute = _compute(even_area(mask, cp_size, config), config, pass_name)
+    compute = compute_seconds(even_area(mask, cp_size, config), config, pass_name)
     times = []
     for degree in head_degrees(cp_size, config):
         is_inside = degree <= topology.node_size
@@ -108,7 +108,7 @@ def _usp(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassNam
             gbytes * 1e9
         )
         key, query = (row_size(config, pass_name, side, degree) for side in ("k", "q"))
-        size = min(key.there + key.back, query.there + query.back) if key.back else key.there
+        size = min(key.both_ways, query.both_ways) if key.back else key.there
         inside = max(1, topology.node_size // degree)  # steps that may stay in the node
         steps = max(0, cp_size // degree - inside)
         links = steps * rows * degree * size / (topology.outer_gbytes_per_s * 1e9)
@@ -120,14 +120,14 @@ def _distflashattn(
     mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
 ) -> float:
     num_tokens = mask.num_queries
-    compute = _compute(_helped_area(mask, cp_size, config), config, pass_name)
+    compute = compute_seconds(_helped_area(mask, cp_size, config), config, pass_name)
     if mask.area() != num_tokens * (num_tokens + 1) // 2 or mask.num_slices != 1:
         return compute  # its volume is known for one causal document
     topology = get_topology(config.topology)
     rows = tokens_per_rank(num_tokens, cp_size, config)
     query, key = (row_size(config, pass_name, side) for side in ("q", "k"))
-    moved = rows * (key.there + key.back) * (3 * cp_size / 8 - 0.25)
-    moved += rows * (query.there + query.back) * (cp_size / 8 - 0.25)
+    moved = rows * key.both_ways * (3 * cp_size / 8 - 0.25)
+    moved += rows * query.both_ways * (cp_size / 8 - 0.25)
     share = max(0.0, 1 - topology.node_size / cp_size)  # of the rows, from other nodes
     links = share * moved / (topology.outer_gbytes_per_s * 1e9)
     return _overlapped(compute, links, cp_size // 2, config)
@@ -146,7 +146,7 @@ def _document_groups(
     links = max(inner / topology.inner_gbytes_per_s, outer / topology.outer_gbytes_per_s)
     loads = PlacedMask(mask, pieces.placement).loads
     return max(
-        _compute((loads / rank_speeds(config, cp_size)).max(), config, pass_name),
+        compute_seconds((loads / rank_speeds(config, cp_size)).max(), config, pass_name),
         links * _row_bytes(config, pass_name) * 1e-9,
     )
 
@@ -171,11 +171,6 @@ def even_area(mask: AttentionMask, cp_size: int, config: CPConfig) -> float:
     return mask.area() / total_speed(config, cp_size)
 
 
-def _compute(area: float, config: CPConfig, pass_name: PassName) -> float:
-    one: FloatArray = np.full(1, area)
-    return float(compute_seconds(one, config, pass_name)[0])
-
-
 def _key_bytes(mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName) -> float:
     """Returns the bytes of one rank's keys and values; in a backward pass of the cheaper side."""
     return float(tokens_per_rank(mask.num_queries, cp_size, config) * _row_bytes(config, pass_name))
@@ -189,7 +184,7 @@ def _row_bytes(config: CPConfig, pass_name: PassName) -> int:
     sides = [row_size(config, pass_name, side) for side in ("k", "q")]
     if pass_name == "forward":
         return sides[0].there
-    return min(side.there + side.back for side in sides)
+    return min(side.both_ways for side in sides)
 
 
 def _overlapped(compute: float, links: float, steps: int, config: CPConfig) -> float:

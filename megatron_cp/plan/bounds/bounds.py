@@ -29,7 +29,7 @@ from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START, transpose_rows
 from megatron_cp.plan.hardware.cost import compute_seconds
 from megatron_cp.plan.hardware.links import Links
-from megatron_cp.plan.hardware.rows import exchange_elements, head_split_bytes, row_size
+from megatron_cp.plan.hardware.rows import RowCost, exchange_elements, head_split_bytes, row_size
 from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import tokens_per_rank
@@ -59,14 +59,6 @@ class MaskExtent:
         degree = min(self.row_degree, self.key_degree)
         rising = min(own.q, degree)
         return rising * (rising + 1) / 2 + (own.q - rising) * degree
-
-
-@dataclass(frozen=True)
-class RowCost:
-    """What a foreign row costs: a query row and a key row, in any unit."""
-
-    query: float
-    key: float
 
 
 @lru_cache(maxsize=64)
@@ -236,7 +228,7 @@ def _seconds_of_degree(
     before foreign rows are there, and the load with what moving rows takes from it.
     """
     topology, speeds = get_topology(config.topology), rank_speeds(config, cp_size)
-    one = float(compute_seconds(np.ones(1), config, pass_name)[0]) / degree  # of 1/h of the heads
+    one = compute_seconds(1.0, config, pass_name) / degree  # of 1/h of the heads
     pair = one / float(speeds.max())
     there, both = _byte_cost(config, pass_name, degree)
     has_nodes = cp_size > topology.node_size
@@ -308,16 +300,13 @@ def _least_time(least: float, share: float, moving: Callable[[float], float]) ->
 def _byte_cost(config: CPConfig, pass_name: PassName, degree: int) -> tuple[RowCost, RowCost]:
     """Returns bytes of a row on its way there, and there and back."""
     query, key = (row_size(config, pass_name, side, degree) for side in ("q", "k"))
-    return (
-        RowCost(query.there, key.there),
-        RowCost(query.there + query.back, key.there + key.back),
-    )
+    return RowCost(query.there, key.there), RowCost(query.both_ways, key.both_ways)
 
 
 def _unit_cost(config: CPConfig, pass_name: PassName, degree: int) -> RowCost:
     """Returns elements of a row there and back, in those of one query row of all heads."""
     query, key = (row_size(config, pass_name, side, degree) for side in ("q", "k"))
-    return RowCost(query.units_there + query.units_back, key.units_there + key.units_back)
+    return RowCost(query.units, key.units)
 
 
 def _exchange_units(config: CPConfig, pass_name: PassName, degree: int, own: OwnRows) -> float:

@@ -39,6 +39,7 @@ from megatron_cp.mask.slice import (
     rows_area,
     tighten,
 )
+from megatron_cp.plan.hardware.rows import RowCost
 from megatron_cp.plan.schema import BoolArray, FloatArray
 from megatron_cp.plan.transfer.routing import Owners
 
@@ -46,14 +47,6 @@ from megatron_cp.plan.transfer.routing import Owners
 PARTS_PER_GROUP = 96  # blocks are halved until a group has so many, or they are small
 CHUNKS_PER_RANK = 4  # ... which means this fraction of a rank's rows
 HOMES = ((1, 1), (1, 0), (0, 1))  # whether queries and keys pull a pair home
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Cost of a row on its way to a rank that computes with it, results on the way back included."""
-
-    query: float
-    key: float
 
 
 @dataclass(frozen=True)
@@ -68,18 +61,18 @@ def assign(
     mask: AttentionMask,
     owners: Owners,
     sizes: Sequence[int],
-    weights: Weights,
+    cost: RowCost,
     loads: FloatArray,
 ) -> Assignment:
     """Returns slices for all ranks whose areas are as `loads` `[P]` (relative), with few remote rows.
 
-    `sizes`: ranks of a node, of a rack, ..., ascending.
+    `sizes`: ranks of a node, of a rack, ..., ascending. `cost`: of a row there, results on the way back included.
     """
     groups = _Groups(np.zeros(1, np.int64), np.full(1, owners.num_ranks), sizes)
     parts = _Parts(mask.array, owners)
     while groups.open.any():
         parts.refine(groups)
-        goes_right = _Cut(parts, groups, weights, loads).best()
+        goes_right = _Cut(parts, groups, cost, loads).best()
         groups = groups.halve(parts, goes_right)
     return Assignment(parts.rows, groups.first[parts.group])
 
@@ -157,8 +150,8 @@ class _Parts:
 class _Cut:
     """One level: every open group is cut in two."""
 
-    def __init__(self, parts: _Parts, groups: _Groups, weights: Weights, loads: FloatArray):
-        self.parts, self.groups, self.weights = parts, groups, weights
+    def __init__(self, parts: _Parts, groups: _Groups, cost: RowCost, loads: FloatArray):
+        self.parts, self.groups, self.cost = parts, groups, cost
         upto = np.r_[0.0, np.cumsum(loads)]
         whole = upto[groups.stop] - upto[groups.first]
         share = (upto[groups.middle] - upto[groups.first]) / np.where(whole > 0, whole, 1.0)
@@ -182,7 +175,7 @@ class _Cut:
         before = np.cumsum(area, axis=1) - area
         before -= (np.cumsum(self.total) - self.total)[self.group]
         goes_right = before + area / 2 > self.target[self.group]
-        best = self._cost(orders, goes_right).argmin(axis=0)[self.group]
+        best = self._remote_cost(orders, goes_right).argmin(axis=0)[self.group]
         places = np.arange(orders.shape[1])
         return self._split(orders[best, places], before[best, places])
 
@@ -194,7 +187,7 @@ class _Cut:
             right.astype(np.int64) - left
             for left, right in zip(self.is_left, self.is_right, strict=True)
         ]
-        heavier = 2 if self.weights.query >= self.weights.key else 1
+        heavier = 2 if self.cost.query >= self.cost.key else 1
         size = np.uint16 if len(self.target) < 8192 else np.int64
         keys = np.stack(
             [
@@ -209,21 +202,20 @@ class _Cut:
         sorted_by_key = keys[:, ways].argsort(axis=2, kind="stable")
         orders = np.take_along_axis(np.broadcast_to(ways, sorted_by_key.shape), sorted_by_key, 2)
         # Parts that would cost many rows for little area are those to leave at home.
-        weights = (self.weights.query, self.weights.key)
         value = sum(
-            weight * pull * rows
-            for weight, pull, rows in zip(weights, pulls, parts.sizes, strict=True)
+            cost * pull * rows
+            for cost, pull, rows in zip(self.cost, pulls, parts.sizes, strict=True)
         )
         by_value = np.lexsort((value / parts.area, parts.group))
         orders = orders.reshape(len(HOMES) * len(along), len(by_value))
         return np.concatenate([orders, by_value[None]])
 
-    def _cost(self, orders: IntArray, goes_right: BoolArray) -> FloatArray:
-        """Returns the remote rows, weighted, of both halves of every group, in each order: `[orders, groups]`."""
+    def _remote_cost(self, orders: IntArray, goes_right: BoolArray) -> FloatArray:
+        """Returns the cost of the remote rows of both halves of every group, in each order: `[orders, groups]`."""
         count = len(orders)
         cost = np.zeros((count, len(self.target)))
         which = np.arange(count)[:, None]
-        for axis, weight in enumerate((self.weights.query, self.weights.key)):
+        for axis, row_cost in enumerate(self.cost):
             left, right = self.is_left[axis][orders], self.is_right[axis][orders]
             away = ~np.where(goes_right, right, left)
             run, group_of_run = self.runs[axis]
@@ -232,7 +224,7 @@ class _Cut:
             rows[cell[away]] = self.parts.sizes[axis][orders[away]]
             both = rows.reshape(count, 2, len(group_of_run)).sum(axis=1)
             opens = np.unique(group_of_run, return_index=True)[1]
-            cost[:, group_of_run[opens]] += weight * np.add.reduceat(both, opens, axis=1)
+            cost[:, group_of_run[opens]] += row_cost * np.add.reduceat(both, opens, axis=1)
         return cost
 
     def _split(self, order: IntArray, before: FloatArray) -> BoolArray:

@@ -23,7 +23,8 @@ import numpy as np
 from megatron_cp.mask import interval
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.mask.slice import K_END, K_START, Q_END, Q_START, cut_rows, rows_area
-from megatron_cp.plan.compute.bisection import Assignment, Weights
+from megatron_cp.plan.compute.bisection import Assignment
+from megatron_cp.plan.hardware.rows import RowCost
 from megatron_cp.plan.schema import BoolArray, FloatArray
 from megatron_cp.plan.transfer.pass_builder import COLUMNS, PlacedMask
 
@@ -34,8 +35,8 @@ class Problem:
 
     placed: PlacedMask
     """The mask on P ranks (or head groups)."""
-    weights: Weights
-    """Bytes of a query row and of a key row, there and back, in both passes."""
+    row_cost: RowCost
+    """Bytes, there and back, in both passes."""
     seconds_per_pair: float
     """Compute of one pair in both passes, on a rank of speed 1."""
     seconds_per_byte: tuple[float, float]
@@ -110,12 +111,9 @@ class Blocks:
         _, first, block = np.unique(key, return_index=True, return_inverse=True)
         area = np.bincount(block, rows_area(parts), len(first)).astype(np.float64)
         owners, sides = problem.placed.owners, []
-        for columns, weight in (
-            (COLUMNS["q"], problem.weights.query),
-            (COLUMNS["k"], problem.weights.key),
-        ):
+        for columns, row_bytes in zip(COLUMNS.values(), problem.row_cost, strict=True):
             pins, rows, first_row = _nets(parts[:, columns], block)
-            sides.append((pins, owners.rank_of(first_row), rows * weight))
+            sides.append((pins, owners.rank_of(first_row), rows * row_bytes))
         (pins, *_), (more, *_) = sides
         more[:, 0] += len(sides[0][1])
         pins = np.concatenate([pins, more])

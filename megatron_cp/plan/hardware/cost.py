@@ -11,6 +11,7 @@ predictions. `simulate.py` plays the same stages event by event, where ranks wai
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from megatron_cp.plan.schema import (
     Side,
 )
 
+Area = TypeVar("Area", float, FloatArray)
 BACKWARD_FLOPS = 2.5  # five matrix products against two
 
 
@@ -112,11 +114,10 @@ class PassLoads:
         return self.keys if side == "k" else self.queries
 
 
-def compute_seconds(area: FloatArray, config: CPConfig, pass_name: PassName) -> FloatArray:
+def compute_seconds(area: Area, config: CPConfig, pass_name: PassName) -> Area:
     """Returns the time to compute `area` pairs for all heads of one rank of speed 1, on the config's hardware."""
     topology = get_topology(config.topology)
-    value_dim = config.value_head_dim or config.head_dim
-    flops = 2.0 * area * config.num_heads * (config.head_dim + value_dim)
+    flops = 2.0 * area * config.num_heads * (config.head_dim + config.value_dim)
     if pass_name == "forward":
         return flops / (topology.forward_tflops * 1e12)
     return BACKWARD_FLOPS * flops / (topology.backward_tflops * 1e12)
@@ -204,5 +205,4 @@ def load_bound_seconds(
     mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
 ) -> float:
     """Returns the load bound: the mask's area spread by speed, nothing moved. No plan can be faster."""
-    even = np.array(mask.area() / total_speed(config, cp_size))
-    return float(compute_seconds(even, config, pass_name))
+    return compute_seconds(mask.area() / total_speed(config, cp_size), config, pass_name)

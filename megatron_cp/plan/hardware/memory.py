@@ -248,7 +248,7 @@ class _Books:
         for one in self.sides.values():
             size = np.where(one.is_rounded, 0.0, one.own * one.result)
             self._take_result(one, size, is_received=False)
-        value_dim, element = config.value_head_dim or config.head_dim, config.element_bytes
+        value_dim, element = config.value_dim, config.element_bytes
         heads = own.q * config.num_heads
         if self.name == "forward":
             queries, keys, scalars = heads * value_dim, 0, heads * FP32_BYTES

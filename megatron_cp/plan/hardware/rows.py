@@ -1,6 +1,7 @@
 """How large a row is that travels: key and value, or query-side, there and back."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_cp.config import CPConfig
 from megatron_cp.plan.schema import OwnRows, PassName, Side
@@ -20,6 +21,23 @@ class RowSize:
     """Elements over those of one query row of all heads, whatever their bytes: the unit of volumes."""
     units_back: float
 
+    @property
+    def both_ways(self) -> int:
+        """Returns the bytes there and back."""
+        return self.there + self.back
+
+    @property
+    def units(self) -> float:
+        """Returns the elements there and back."""
+        return self.units_there + self.units_back
+
+
+class RowCost(NamedTuple):
+    """What a query row and a key row cost, in any unit."""
+
+    query: float
+    key: float
+
 
 def row_size(
     config: CPConfig,
@@ -33,7 +51,7 @@ def row_size(
     Partial results and gradients travel in fp32; `lse` and `delta` are fp32 scalars per head. `gradient_bytes`: of an
     element of those that go home in backward, for comparisons with what sends them in 16 bits.
     """
-    value_dim = config.value_head_dim or config.head_dim
+    value_dim = config.value_dim
     heads = max(1, config.num_heads // head_degree)
     keys = max(1, config.num_kv_heads // head_degree) * (config.head_dim + value_dim)
     keys = config.latent_dim or keys
@@ -58,11 +76,10 @@ def exchange_elements(config: CPConfig, pass_name: PassName, degree: int, own: O
 
     In units of one query row. forward: q, k, v there and out back; backward: those and dout there, dq, dk, dv back.
     """
-    value_dim = config.value_head_dim or config.head_dim
     unit = config.num_heads * config.head_dim
-    keys = max(config.num_kv_heads, degree) * (config.head_dim + value_dim) / unit
+    keys = max(config.num_kv_heads, degree) * (config.head_dim + config.value_dim) / unit
     keys *= own.k / own.q
-    out = value_dim / config.head_dim
+    out = config.value_dim / config.head_dim
     return 1 + keys + out if pass_name == "forward" else 2 * (1 + keys) + out
 
 
@@ -76,7 +93,6 @@ def head_split_bytes(own: OwnRows, degree: int, config: CPConfig, pass_name: Pas
     per_token = query_bytes * exchange_elements(config, pass_name, degree, own)
     per_token += FP32_BYTES * config.num_heads * (1 if pass_name == "forward" else 2)
     if pass_name == "backward" and config.num_kv_heads < degree:
-        value_dim = config.value_head_dim or config.head_dim
-        copied = degree * (config.head_dim + value_dim) * (FP32_BYTES - config.element_bytes)
+        copied = degree * (config.head_dim + config.value_dim) * (FP32_BYTES - config.element_bytes)
         per_token += copied * (own.k / own.q)
     return own.q * per_token * (degree - 1) / degree

@@ -18,7 +18,7 @@ from megatron_cp.plan.hardware.makespan import makespan_seconds
 from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.price.head_groups import HeadGroups, PassOption, Strategy
 from megatron_cp.plan.schema import PASSES, FloatArray, Pass, PassName, PlanData, Side
-from megatron_cp.plan.schemes.double_ring import double_ring_pass, transposed
+from megatron_cp.plan.schemes.double_ring import double_ring_pass, passes_queries, transposed
 from megatron_cp.plan.transfer.head_split import split_heads
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
@@ -54,14 +54,10 @@ def _ranks_inside(groups: HeadGroups) -> int:
 
 def _sides(groups: HeadGroups) -> dict[PassName, Side]:
     """Returns which side goes round."""
-    return {"forward": "k", "backward": _cheaper_side(groups)}
-
-
-def _cheaper_side(groups: HeadGroups) -> Side:
-    """Returns the side of which rows and gradients are fewer elements in backward; see `schemes/double_ring.py`."""
-    query, key = (row_size(groups.config, "backward", side, groups.degree) for side in ("q", "k"))
-    is_query = query.units_there + query.units_back < key.units_there + key.units_back
-    return "q" if is_query else "k"
+    return {
+        "forward": "k",
+        "backward": "q" if passes_queries(groups.config, groups.degree) else "k",
+    }
 
 
 def _option(

@@ -13,7 +13,6 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.plan.compute.bisection import Weights
 from megatron_cp.plan.hardware.cost import (
     PassLoads,
     compute_seconds,
@@ -21,7 +20,7 @@ from megatron_cp.plan.hardware.cost import (
     pass_seconds,
 )
 from megatron_cp.plan.hardware.links import Links
-from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
+from megatron_cp.plan.hardware.rows import RowCost, head_split_bytes, row_size
 from megatron_cp.plan.hardware.speeds import imbalance, rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import Placement
@@ -103,16 +102,13 @@ class HeadGroups:
         own = self.placed.tokens.own
         return own._replace(q=own.q // self.degree, k=own.k // self.degree)
 
-    def weights(self, names: Iterable[PassName] = PASSES) -> Weights:
-        """Returns bytes per row there and back, over these passes."""
+    def row_cost(self) -> RowCost:
+        """Returns the bytes of a row there and back, over both passes."""
         query, key = (
-            sum(
-                size.there + size.back
-                for size in (row_size(self.config, name, side, self.degree) for name in names)
-            )
+            sum(row_size(self.config, name, side, self.degree).both_ways for name in PASSES)
             for side in SIDES
         )
-        return Weights(float(query), float(key))
+        return RowCost(float(query), float(key))
 
     def seconds(self, loads: PassLoads, name: PassName) -> float:
         """Returns the predicted time of one pass; `loads`: of the head groups, for all heads."""
@@ -127,8 +123,7 @@ class HeadGroups:
 
     def compute_seconds(self, load: float, names: Iterable[PassName] = PASSES) -> float:
         """Returns the time of these passes to compute so many pairs of a head group of speed 1."""
-        pairs = np.array(load / self.degree)
-        return sum(float(compute_seconds(pairs, self.config, name)) for name in names)
+        return sum(compute_seconds(load / self.degree, self.config, name) for name in names)
 
     def fair_seconds(self) -> float:
         """Returns what both passes take at least, wherever pairs are computed: all pairs, spread by speed."""
@@ -148,14 +143,13 @@ class HeadGroups:
         num_ranks = self.placed.num_ranks
         inside = np.minimum(self.links.sizes, num_ranks)
         rows = np.append(inside[0] - 1, num_ranks - inside) * self.placed.own_rows
-        return float((rows * self.weights().key * self.links.seconds_per_byte).max())
+        return float((rows * self.row_cost().key * self.links.seconds_per_byte).max())
 
     def moved_bytes(self, rows: dict[Side, float], name: PassName) -> float:
         """Returns what all ranks send in a pass; `rows`: moved per side by all head groups together."""
         moved = self.placed.num_ranks * head_split_bytes(self._own, self.degree, self.config, name)
         for side in SIDES:
-            size = row_size(self.config, name, side, self.degree)
-            moved += rows[side] * (size.there + size.back)
+            moved += rows[side] * row_size(self.config, name, side, self.degree).both_ways
         return self.degree * moved
 
     def same_both_ways(

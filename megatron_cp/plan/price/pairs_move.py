@@ -97,7 +97,7 @@ def move_near(groups: HeadGroups, start: Assignment) -> Assignment:
     inner, outer = groups.links.seconds_per_byte[:2].tolist()
     problem = Problem(
         groups.placed,
-        groups.weights(),
+        groups.row_cost(),
         groups.compute_seconds(1.0),
         (inner, outer),
         groups.links.node_size,
@@ -109,7 +109,7 @@ def move_near(groups: HeadGroups, start: Assignment) -> Assignment:
 
 def _assigned(groups: HeadGroups, shares: FloatArray) -> Assignment:
     owners, sizes = groups.placed.owners, groups.links.sizes
-    return assign(groups.mask, owners, sizes, groups.weights(), shares)
+    return assign(groups.mask, owners, sizes, groups.row_cost(), shares)
 
 
 def assigned_strategy(

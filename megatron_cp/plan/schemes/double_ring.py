@@ -26,7 +26,7 @@ from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.rows import row_size
 from megatron_cp.plan.placement.placement import zigzag
-from megatron_cp.plan.schema import Pass, PlanData, Side, Stage
+from megatron_cp.plan.schema import SIDES, Pass, PlanData, Stage
 from megatron_cp.plan.schemes.layout import ranks_per_node
 from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
 from megatron_cp.plan.transfer.routing import ID_START, ID_STOP, ThroughNodes
@@ -43,14 +43,10 @@ def plan_double_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> Pla
     return PlanData(mask, config, "double_ring", placement, forward, backward)
 
 
-def passes_queries(config: CPConfig) -> bool:
+def passes_queries(config: CPConfig, head_degree: int = 1) -> bool:
     """Returns whether backward moves fewer elements with queries than with keys: rho > 3/4, or nearly."""
-
-    def elements(side: Side) -> float:
-        size = row_size(config, "backward", side)
-        return size.units_there + size.units_back
-
-    return elements("q") < elements("k")
+    query, key = (row_size(config, "backward", side, head_degree) for side in SIDES)
+    return query.units < key.units
 
 
 def double_ring_pass(placed: PlacedMask, inner: int) -> Pass:
