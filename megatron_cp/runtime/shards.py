@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_cp.attn.eager import eager
 from megatron_cp.attn.options import check_tensor, needs_grad
-from megatron_cp.comm.all_to_all import start_all_to_all
+from megatron_cp.comm.row_exchange import RowExchange
 from megatron_cp.comm.upload import upload
 from megatron_cp.device_memory import copy_to
 from megatron_cp.mask.slice import HI, LO
@@ -188,28 +188,20 @@ def _roll_rows(
 ) -> Tensor:
     rank = 0 if group is None else dist.get_rank(group)
     owner, row = plan.local_from_global
-    ids = plan.global_from_local
+    ids, num_rows = plan.global_from_local, plan.tokens_per_rank
     source = np.where(ids < plan.num_tokens, (ids - shifts) % plan.num_tokens, ids)
-    rolled = torch.empty_like(rows)
-    outgoing, send_splits, recv_splits = [], [], []
-    arrivals = []
-    for peer in range(plan.cp_size):
-        wanted = source[peer][owner[source[peer]] == rank]  # what this rank gives to the peer
-        outgoing.append(row[wanted])
-        send_splits.append(len(wanted))
-        targets = np.flatnonzero(owner[source[rank]] == peer)  # rows of ours that the peer fills
-        arrivals.append(targets)
-        recv_splits.append(len(targets))
-    wanted_rows, filled_rows = upload(
-        (torch.from_numpy(np.concatenate(outgoing)), torch.from_numpy(np.concatenate(arrivals))),
-        rows.device,
-    ).here()
-    sent = rows[wanted_rows]
-    if group is not None and plan.cp_size > 1:
-        received = start_all_to_all(_bytes_of(sent), send_splits, recv_splits, group).wait()
-        sent = received.view(-1).view(rows.dtype).view(len(received), *rows.shape[1:])
-    rolled[filled_rows] = sent
-    return rolled
+    wanted, reader = source.reshape(-1), np.arange(plan.cp_size).repeat(num_rows)
+    exchange, arriving = RowExchange.compile(reader, owner[wanted], row[wanted], rank, plan.cp_size)
+    places = row[source[rank]]
+    places[arriving - rank * num_rows] = num_rows + np.arange(len(arriving))
+    exchange, held = upload((exchange, torch.from_numpy(places)), rows.device).here()
+    own = _bytes_of(rows)
+    received = own[:0]
+    if exchange.is_needed:
+        assert group is not None, "one rank needs nothing of others"
+        received = exchange.send(own, group).wait()
+    rolled = torch.cat([own, received]).index_select(0, held)
+    return rolled.view(-1).view(rows.dtype).view(rows.shape)
 
 
 class _Dispatch(torch.autograd.Function):
