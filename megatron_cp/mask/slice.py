@@ -162,13 +162,6 @@ class MaskSlice:
     lo: int | None = None
     hi: int | None = None
 
-    def to_row(self) -> IntArray:
-        """Returns the slice as one row `[1, 6]`, open sides replaced by bounds that cut nothing."""
-        lo = self.k_start - self.q_end + 1 if self.lo is None else self.lo
-        hi = self.k_end - 1 - self.q_start if self.hi is None else self.hi
-        row = [self.q_start, self.q_end, self.k_start, self.k_end, lo, hi]
-        return np.array([row], dtype=np.int64)
-
     @classmethod
     def from_row(cls, row: IntArray) -> "MaskSlice":
         """Returns a tight row as a slice; a side that cuts nothing is open (None)."""
@@ -180,48 +173,6 @@ class MaskSlice:
         open_lo, open_hi = lo <= k0 - q1 + 1, hi >= k1 - 1 - q0
         return cls(q0, q1, k0, k1, None if open_lo else lo, None if open_hi else hi)
 
-    def area(self) -> int:
-        """Returns the number of allowed pairs."""
-        return int(rows_area(tighten(self.to_row())).sum())
-
-    def keys_of(self, q: int) -> tuple[int, int]:
-        """Returns the half-open range of keys that query `q` may see; `(k, k)` if there is none."""
-        q = _as_int("q", q)
-        if not self.q_start <= q < self.q_end:
-            return (self.k_start, self.k_start)
-        start = self.k_start if self.lo is None else max(self.k_start, q + self.lo)
-        stop = self.k_end if self.hi is None else min(self.k_end, q + self.hi + 1)
-        return (start, max(start, stop))
-
-    def crop(
-        self, q: tuple[int, int] | None = None, k: tuple[int, int] | None = None
-    ) -> "MaskSlice | None":
-        """Returns the part inside the ranges, in the same coordinates; None if nothing is left."""
-        q, k = (
-            None if span is None else as_span(name, span) for name, span in (("q", q), ("k", k))
-        )
-        return _one(crop_rows(self.to_row(), q, k))
-
-    def shift(self, q: int = 0, k: int = 0) -> "MaskSlice":
-        """Returns the slice moved by `q` queries and `k` keys."""
-        q, k = _as_int("q", q), _as_int("k", k)
-        lo = None if self.lo is None else self.lo + k - q
-        hi = None if self.hi is None else self.hi + k - q
-        start, end = self.q_start + q, self.q_end + q
-        return MaskSlice(start, end, self.k_start + k, self.k_end + k, lo, hi)
-
-    def intersect(self, other: "MaskSlice") -> "MaskSlice | None":
-        """Returns the pairs of both; None when they share none."""
-        if not isinstance(other, MaskSlice):
-            raise TypeError(f"other={other!r} must be a MaskSlice; make one of its six numbers")
-        return _one(tighten(intersect_rows(self.to_row(), other.to_row())))
-
-    def transpose(self) -> "MaskSlice":
-        """Returns the slice with queries and keys exchanged."""
-        lo = None if self.hi is None else -self.hi
-        hi = None if self.lo is None else -self.lo
-        return MaskSlice(self.k_start, self.k_end, self.q_start, self.q_end, lo, hi)
-
 
 def as_span(name: str, span: object) -> tuple[int, int]:
     """Returns a pair of integers. Raises TypeError for anything else."""
@@ -232,17 +183,3 @@ def as_span(name: str, span: object) -> tuple[int, int]:
         raise TypeError(
             f"{name}={span!r} must be a pair of integers, (start, end); give both ends, or None for all"
         ) from None
-
-
-def _as_int(name: str, value: object) -> int:
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = OPEN + 1
-    if abs(number) > OPEN:
-        raise ValueError(f"{name}={value!r} must be an integer of at most 2^40; give a token index")
-    return number
-
-
-def _one(rows: IntArray) -> MaskSlice | None:
-    return MaskSlice.from_row(rows[0]) if len(rows) else None
