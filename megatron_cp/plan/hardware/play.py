@@ -67,11 +67,6 @@ class Simulation:
         """Returns the ranks of the timeline: the first ones."""
         return tuple(range(len(self.timeline)))
 
-    @property
-    def exposed(self) -> FloatArray:
-        """Returns the seconds in which a rank does not compute before the last one is done: `[P]`."""
-        return self.seconds - self.computing
-
 
 @dataclass(frozen=True, eq=False)
 class Sends:

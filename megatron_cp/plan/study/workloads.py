@@ -29,6 +29,7 @@ WINDOW = 1024
 VIDEO_BLOCK = 1024
 ATTENTION_CHUNK = 8192  # Llama 4
 DIFFUSION_BLOCK = 32
+BLOCK_DENSITY = 0.2
 MAX_BLOCKS = (
     256  # per side of a block-sparse table: larger blocks beyond, so that slices stay countable
 )
@@ -221,12 +222,10 @@ def _block_causal_documents(
     return masks.block_causal_documents(fitted(blocks * VIDEO_BLOCK, num_tokens), VIDEO_BLOCK)
 
 
-def _block_sparse(
-    lengths: IntArray, num_tokens: int, uniform: FloatArray, density: float = 0.2
-) -> AttentionMask:
+def _block_sparse(lengths: IntArray, num_tokens: int, uniform: FloatArray) -> AttentionMask:
     size = max(128, math.ceil(num_tokens / MAX_BLOCKS))
     count = math.ceil(num_tokens / size)
-    table = np.resize(uniform, (count, count)) < density
+    table = np.resize(uniform, (count, count)) < BLOCK_DENSITY
     return masks.block_sparse(table, size, num_queries=num_tokens, num_keys=num_tokens)
 
 
@@ -235,7 +234,7 @@ def _variable_block_sparse(
 ) -> AttentionMask:
     mean = max(512, math.ceil(4 * num_tokens / MAX_BLOCKS))
     sizes = fitted((mean * (0.25 + 1.5 * uniform[:1024])).astype(np.int64), num_tokens)
-    table = np.resize(uniform[::-1], (len(sizes), len(sizes))) < 0.2
+    table = np.resize(uniform[::-1], (len(sizes), len(sizes))) < BLOCK_DENSITY
     return masks.block_sparse(table, sizes)
 
 
