@@ -81,7 +81,7 @@ class RankHop:
 
 @dataclass(frozen=True)
 class RankTransfer:
-    """A Transfer compiled for one rank; its index tensors are on the CPU until `on_device` moves them."""
+    """A Transfer compiled for one rank; its index tensors are on the CPU until `upload` moves them."""
 
     hops: tuple[RankHop, ...]
     home: Joins | None

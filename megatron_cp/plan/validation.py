@@ -1,4 +1,4 @@
-"""Checks that a plan can be executed and covers its mask: what `PlanData.validate` does."""
+"""Checks that a plan can be executed and covers its mask: what `AttentionPlan.validate` does."""
 
 from collections.abc import Iterable
 from operator import attrgetter, methodcaller

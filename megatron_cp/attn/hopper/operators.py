@@ -26,7 +26,7 @@ from megatron_cp.attn.hopper.launch import empty_results, launch_forward
 from megatron_cp.attn.hopper.passes import RowStats
 from megatron_cp.attn.hopper.row_stats import preprocess
 from megatron_cp.attn.hopper.scores import Scores
-from megatron_cp.attn.logits import raise_to_
+from megatron_cp.attn.logits import no_logits, raise_to_
 from megatron_cp.attn.merge import sink_gradient
 from megatron_cp.attn.once import Gradients, Saved, first_derivative_only, refusal_of
 from megatron_cp.attn.options import AttendOptions, needs_grad
@@ -140,9 +140,7 @@ def _forward(  # noqa: PLR0913  the operator's schema
 
 def _no_logits(q_QNH: Tensor, is_asked: bool) -> Tensor:
     """Returns the largest logits `[N]` of no keys, or an empty tensor where nobody asks."""
-    if not is_asked:
-        return q_QNH.new_empty(0, dtype=torch.float32)
-    return q_QNH.new_full((q_QNH.shape[1],), -torch.inf, dtype=torch.float32)
+    return no_logits(q_QNH) if is_asked else q_QNH.new_empty(0, dtype=torch.float32)
 
 
 def _forward_fake(  # noqa: PLR0913  the operator's schema

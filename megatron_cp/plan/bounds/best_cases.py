@@ -136,7 +136,7 @@ def _distflashattn(
 def _document_groups(
     mask: AttentionMask, cp_size: int, config: CPConfig, pass_name: PassName
 ) -> float:
-    """The busiest rank's pairs, or the other members' rows of its documents, inside its node or from others."""
+    """Returns the time of the busiest rank's pairs, or of rows that the other members of its documents send it."""
     pieces, shares = local_intra_inter(mask, cp_size, config)
     topology, node = get_topology(config.topology), ranks_per_node(cp_size, config)
     in_node = shares.reshape(len(shares), -1, node).sum(axis=2).repeat(node, axis=1)

@@ -150,7 +150,7 @@ def volume_bound(
 ) -> float:  # fmt: skip
     """Returns the least mean inbound volume of ranks that compute `areas` (all heads), in units.
 
-    Unit: one rank's query rows (`own.q` x query heads x head dim elements), as `PlanData.stats` counts.
+    Unit: one rank's query rows (`own.q` x query heads x head dim elements), as `AttentionPlan.stats` counts.
     Holds for every plan of this head degree with these areas and `own` rows per rank.
     """
     extent, cost = mask_extent(mask), _unit_cost(config, pass_name, head_degree)

@@ -32,11 +32,11 @@ def simulate_pass(
     `topology`: where to run it, by default that of the plan's config. `gradient_bytes`: see `row_size`.
     O(messages + stages x ranks).
     """
-    row = get_topology(plan.config.topology if topology is None else topology)
-    config = replace(plan.config, topology=row)
+    machine = get_topology(plan.config.topology if topology is None else topology)
+    config = replace(plan.config, topology=machine)
     check_rank_speeds(config, plan.cp_size)
-    pass_, links = plan.get_pass(pass_name), Links.of(row)
-    seconds = compute_seconds(weighted_areas(plan, pass_name, row), config, pass_name)
+    pass_, links = plan.get_pass(pass_name), Links.of(machine)
+    seconds = compute_seconds(weighted_areas(plan, pass_name, machine), config, pass_name)
     casts: list[list[Sends]] = [[] for _ in pass_.stages]
     returns: list[list[Sends]] = [[] for _ in pass_.stages]
     for side in SIDES:
@@ -60,7 +60,7 @@ def simulate_pass(
         head_split_seconds(split, plan.own_rows, config, pass_name),
         None if split is None else np.array(split.groups),
     )
-    return play(script, links, row.contention, overlap=overlap, num_traced=num_traced)
+    return play(script, links, machine.contention, overlap=overlap, num_traced=num_traced)
 
 
 def _sends(hops: Sequence[Hop], num_ranks: int, links: Links) -> dict[int, Sends]:

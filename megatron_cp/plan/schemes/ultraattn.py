@@ -15,7 +15,7 @@ sends to every reader, diagonal blocks stay, and loads are capped. Forward and b
 exchanges (`blocks.py`), so block tables that Gurobi solves to the optimum may come out up to a fifth fuller. Also ours:
 chunks per part by the load that whole blocks leave uneven (the paper's DLI, its threshold is set by hand), partial
 blocks weighed by their pairs, GQA weights, and more than two levels where nodes are many.
-Tokens stay in order; the paper's manual remaps are a matter of the mask (`masks.strided(remapped=True)`).
+Tokens stay in order; the paper's manual remaps are a matter of the mask (`mask.strided(remapped=True)`).
 
 Volume per rank, full: 2 (X-1) + 2 rho (Y-1). Source: UltraAttn (SC'25).
 """
