@@ -31,7 +31,6 @@ from megatron_cp.plan.schemes.distflashattn import plan_distflashattn
 from megatron_cp.plan.schemes.documents import plan_document_groups, plan_per_document_zigzag
 from megatron_cp.plan.schemes.double_ring import plan_double_ring
 from megatron_cp.plan.schemes.gather import (
-    one_pass_plan,
     plan_allgather,
     plan_contiguous,
     plan_contiguous_cross,
@@ -215,7 +214,7 @@ def plan_on_placement(
     tokens = _as_placement(mask, tokens)
     _checked_size(len(tokens), replace(config, planner="auto") if config else config)
     both = needed_keys_pass(PlacedMask(mask, tokens))
-    plan = one_pass_plan(mask, config, planner, tokens, both)
+    plan = PlanData(mask, config, planner, tokens, both, both)
     validate(plan)
     _check_memory({"mask": plan}, plan.config)
     return AttentionPlan.of(plan)

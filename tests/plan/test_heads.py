@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
 from megatron_cp.plan import AttentionPlan, make_plan
-from megatron_cp.plan.transfer.head_split import config_of_groups, split_heads, split_placement
+from megatron_cp.plan.transfer.head_split import config_of_groups, split_heads
 from tests.plan.cases import config
 from tests.plan.test_laws import any_square_mask, check_laws
 from tests.runtime.handmade import random_plan
@@ -16,7 +16,7 @@ from tests.runtime.handmade import random_plan
 def lifted(inner, degree):
     """Returns the plan for `degree` times as many ranks, with head groups around `inner`."""
     passes = [split_heads(one, degree) for one in (inner.forward, inner.backward)]
-    placement = split_placement(inner.global_from_local, degree)
+    placement = inner.global_from_local.reshape(inner.cp_size * degree, -1)
     return AttentionPlan(inner.mask, config(), "lifted", placement, *passes)
 
 
@@ -56,8 +56,5 @@ def test_messages_stay_among_ranks_at_one_place_of_their_groups(planner, degree)
                 assert np.array_equal(np.hstack([ends, here[:, 2:]]), one.messages)
 
 
-def test_rows_that_do_not_divide_over_the_members_are_refused():
-    placement = np.arange(12).reshape(2, 6)
-    with pytest.raises(ValueError, match="degree=4 must divide the 6 rows"):
-        split_placement(placement, 4)
+def test_rows_of_groups_divide_over_their_members():
     assert config_of_groups(config(token_multiple=3), 4).token_multiple == 12

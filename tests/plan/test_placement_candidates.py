@@ -126,7 +126,7 @@ def test_documents_that_leave_no_room_are_cut_among_few_ranks(most_load):
 def test_one_document_over_all_ranks_is_zigzag(cp_size):
     bounds, rows = np.array([0, 32 * cp_size]), 32
     placed, _ = whole_documents(bounds, np.ones(1), alike(cp_size, cp_size), rows, 1.0)
-    assert np.array_equal(placed.tokens, zigzag(32 * cp_size, cp_size, config()))
+    assert np.array_equal(placed.tokens, zigzag(32 * cp_size, cp_size, config()).tokens)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class PlacementCandidates:
 
     def in_order(self) -> Placement:
         """Returns the stream cut into equal pieces, in order."""
-        return Placement.of_chunks(np.arange(self.cp_size)[:, None], self.rows)
+        return Placement.in_pieces(self.cp_size, self.rows)
 
     @functools.cached_property
     def areas_in_order(self) -> dict[str, IntArray]:
@@ -100,9 +100,8 @@ class PlacementCandidates:
         groups = self.cp_size // degree
         if groups == 1 or degree * self.rows % (2 * (self.config.chunk_size or 1)):
             return self.in_order()
-        first = np.arange(groups)
-        halves = np.stack([first, 2 * groups - 1 - first], axis=1)
-        return Placement.of_chunks(halves, degree * self.rows // 2).regrouped(self.cp_size)
+        halves = Placement.in_mirrored_halves(groups, degree * self.rows // 2)
+        return halves.regrouped(self.cp_size)
 
     def by_documents(self, degree: int, most_load: float, balance: int = 0) -> Placement | None:
         """Returns documents on as few ranks as they fit, and on more if one would have over `most_load` of its share.

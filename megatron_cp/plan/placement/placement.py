@@ -31,21 +31,18 @@ def tokens_per_rank(num_tokens: int, cp_size: int, config: CPConfig, pieces: int
     return math.ceil(num_tokens / (cp_size * multiple)) * multiple
 
 
-def contiguous(num_tokens: int, cp_size: int, config: CPConfig) -> IntArray:
+def contiguous(num_tokens: int, cp_size: int, config: CPConfig) -> "Placement":
     """Returns the stream cut into `cp_size` equal pieces, in order."""
-    rows = tokens_per_rank(num_tokens, cp_size, config)
-    return np.arange(cp_size * rows, dtype=np.int64).reshape(cp_size, rows)
+    return Placement.in_pieces(cp_size, tokens_per_rank(num_tokens, cp_size, config))
 
 
-def zigzag(num_tokens: int, cp_size: int, config: CPConfig) -> IntArray:
+def zigzag(num_tokens: int, cp_size: int, config: CPConfig) -> "Placement":
     """Returns pieces r and 2P-1-r of 2P for rank r: balanced under a causal mask.
 
     Source: Megatron-Core and ring-flash-attention; exactly Megatron's split when 2P divides the tokens.
     """
     rows = tokens_per_rank(num_tokens, cp_size, config, pieces=2)
-    halves = np.arange(cp_size * rows, dtype=np.int64).reshape(2 * cp_size, rows // 2)
-    ranks = np.arange(cp_size)
-    return np.concatenate([halves[ranks], halves[2 * cp_size - 1 - ranks]], axis=1)
+    return Placement.in_mirrored_halves(cp_size, rows // 2)
 
 
 def per_document_zigzag(lengths: Sequence[int], cp_size: int) -> IntArray:
@@ -151,6 +148,17 @@ class Placement:
         )
 
     @classmethod
+    def in_pieces(cls, num_ranks: int, rows: int) -> "Placement":
+        """Returns the placement in which each rank owns the next `rows` tokens."""
+        return cls.of_chunks(np.arange(num_ranks)[:, None], rows)
+
+    @classmethod
+    def in_mirrored_halves(cls, num_ranks: int, half: int) -> "Placement":
+        """Returns the placement in which rank r owns the r-th `half` tokens from the front and from the back."""
+        first = np.arange(num_ranks)
+        return cls.of_chunks(np.stack([first, 2 * num_ranks - 1 - first], axis=1), half)
+
+    @classmethod
     def of_runs(cls, ids: IntArray, rank: IntArray, num_ranks: int) -> "Placement":
         """Returns the placement of runs in local order, rank by rank; runs that touch are joined."""
         opens, closes = np.ones((2, len(ids)), dtype=bool)
@@ -181,7 +189,8 @@ class Placement:
 
     def regrouped(self, num_ranks: int) -> "Placement":
         """Returns the placement on so many ranks, each a piece of a rank here or several that follow each other."""
-        rows = interval.length(self.ids) // num_ranks
+        rows, over = divmod(interval.length(self.ids), num_ranks)
+        assert not over, "ranks own equally many tokens"
         sizes = self.ids[:, 1] - self.ids[:, 0]
         stop = np.cumsum(sizes)  # of each run, in the order of ranks
         start = stop - sizes
@@ -190,8 +199,3 @@ class Placement:
         low = np.maximum(start.take(which), rank * rows) + shift
         high = np.minimum(stop.take(which), (rank + 1) * rows) + shift
         return Placement.of_runs(interval.columns(low, high), rank, num_ranks)
-
-
-def tokens_of_chunks(chunks_of_rank: IntArray, chunk_size: int) -> IntArray:
-    """Returns the tokens of ranks that own the chunks `chunks_of_rank[r]` `[P, n]`, in order: int64 `[P, T]`."""
-    return Placement.of_chunks(np.sort(chunks_of_rank, axis=1), chunk_size).tokens

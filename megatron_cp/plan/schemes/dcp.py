@@ -20,7 +20,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement.placement import chunk_layout, tokens_of_chunks
+from megatron_cp.plan.placement.placement import Placement, chunk_layout
 from megatron_cp.plan.schema import PlanData
 from megatron_cp.plan.schemes.blocks import Blocks, RowWeights, least_sum
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
@@ -52,11 +52,11 @@ def plan_dcp(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     areas = cell_areas(mask, edges, edges)
     weights = RowWeights.of(config, "forward")
     owner, ranks = _assign_ranks(areas, cp_size, inner, weights)
-    placed = PlacedMask(mask, tokens_of_chunks(_members(owner, cp_size), chunk))
+    placed = PlacedMask(mask, Placement.of_chunks(_members(owner, cp_size), chunk))
     parts, where = cut_to_chunks(mask, ranks, chunk)
     divisions = config.num_stages or DIVISIONS
     both = pass_in_divisions(placed, parts, where, divisions, ThroughNodes(inner))
-    return one_pass_plan(mask, config, "dcp", placed.placement, both)
+    return one_pass_plan(placed, config, "dcp", both)
 
 
 def _assign_ranks(

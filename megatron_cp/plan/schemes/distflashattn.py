@@ -33,9 +33,8 @@ from megatron_cp.plan.transfer.pass_builder import PassBuilder, PlacedMask
 
 def plan_distflashattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns tokens in order and P // 2 + 1 steps with helpers."""
-    placement = contiguous(mask.num_queries, cp_size, config)
-    both = helpers_pass(PlacedMask(mask, placement))
-    return one_pass_plan(mask, config, "distflashattn", placement, both)
+    placed = PlacedMask(mask, contiguous(mask.num_queries, cp_size, config))
+    return one_pass_plan(placed, config, "distflashattn", helpers_pass(placed))
 
 
 def helpers_pass(placed: PlacedMask) -> Pass:

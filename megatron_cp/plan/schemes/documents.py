@@ -46,7 +46,7 @@ def plan_per_document_zigzag(mask: AttentionMask, cp_size: int, config: CPConfig
     taken = (extra[:, None] - turn + cp_size - 1) // cp_size
     shares = 2 * (lengths // (2 * cp_size))[:, None] + taken
     placed = PlacedMask(mask, mirrored(shares, bounds[:-1]).placement)
-    return one_pass_plan(mask, config, "per_document_zigzag", placed.placement, ring_pass(placed))
+    return one_pass_plan(placed, config, "per_document_zigzag", ring_pass(placed))
 
 
 def plan_document_groups(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
@@ -62,7 +62,7 @@ def plan_document_groups(mask: AttentionMask, cp_size: int, config: CPConfig) ->
     pieces, shares = local_intra_inter(mask, cp_size, config)
     placed = PlacedMask(mask, pieces.placement)
     both = group_rings_pass(placed, pieces, bounds, shares)
-    return one_pass_plan(mask, config, "document_groups", placed.placement, both)
+    return one_pass_plan(placed, config, "document_groups", both)
 
 
 def local_intra_inter(

@@ -40,7 +40,7 @@ def plan_double_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> Pla
     if passes_queries(config):
         exchanged = double_ring_pass(PlacedMask(mask.transpose(), placement), inner)
         backward = transposed(exchanged)
-    return PlanData(mask, config, "double_ring", placement, forward, backward)
+    return PlanData(mask, config, "double_ring", placement.tokens, forward, backward)
 
 
 def passes_queries(config: CPConfig, head_degree: int = 1) -> bool:

@@ -2,8 +2,7 @@
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
-from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement.placement import Placement, contiguous, zigzag
+from megatron_cp.plan.placement.placement import contiguous, zigzag
 from megatron_cp.plan.placement.two_sided import KnownSides, TwoSidedPlacement
 from megatron_cp.plan.schema import SIDES, Pass, PlanData, Side
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
@@ -16,10 +15,8 @@ def plan_contiguous(mask: AttentionMask, cp_size: int, config: CPConfig) -> Plan
 
     Volume per rank: 2 rho times the needed remote keys; imbalance (2P-1)/P on one causal document.
     """
-    placement = contiguous(mask.num_queries, cp_size, config)
-    return one_pass_plan(
-        mask, config, "contiguous", placement, needed_keys_pass(PlacedMask(mask, placement))
-    )
+    placed = PlacedMask(mask, contiguous(mask.num_queries, cp_size, config))
+    return one_pass_plan(placed, config, "contiguous", needed_keys_pass(placed))
 
 
 def plan_contiguous_cross(
@@ -28,9 +25,7 @@ def plan_contiguous_cross(
     """Returns the same for cross attention: queries and keys in order, but for sides that are placed already."""
     counts: dict[Side, int] = {"q": mask.num_queries, "k": mask.num_keys}
     queries, keys = (
-        known[side]
-        if side in known
-        else Placement.of_chunks(contiguous(counts[side], cp_size, config), chunk_size=1)
+        known[side] if side in known else contiguous(counts[side], cp_size, config)
         for side in SIDES
     )
     sides = TwoSidedPlacement.of(queries, keys)
@@ -43,14 +38,10 @@ def plan_allgather(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanD
 
     Volume per rank: 2 rho (P-1) rows of queries, whatever the mask. Source: Llama 3 (arXiv 2407.21783).
     """
-    placement = zigzag(mask.num_queries, cp_size, config)
-    return one_pass_plan(
-        mask, config, "allgather", placement, allgather_pass(PlacedMask(mask, placement))
-    )
+    placed = PlacedMask(mask, zigzag(mask.num_queries, cp_size, config))
+    return one_pass_plan(placed, config, "allgather", allgather_pass(placed))
 
 
-def one_pass_plan(
-    mask: AttentionMask, config: CPConfig, planner: str, placement: IntArray, both: Pass
-) -> PlanData:
+def one_pass_plan(placed: PlacedMask, config: CPConfig, planner: str, both: Pass) -> PlanData:
     """Returns the plan whose backward pass moves and computes as its forward pass does."""
-    return PlanData(mask, config, planner, placement, both, both)
+    return PlanData(placed.mask, config, planner, placed.placement, both, both)

@@ -22,7 +22,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.hardware.topology import get_topology
-from megatron_cp.plan.placement.placement import chunk_layout, tokens_of_chunks
+from megatron_cp.plan.placement.placement import Placement, chunk_layout
 from megatron_cp.plan.schema import FloatArray, PlanData
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
@@ -50,10 +50,10 @@ def _plan(
 ) -> PlanData:
     chunk, per_rank = chunk_layout(mask.num_queries, cp_size, config, CHUNKS_PER_RANK)
     areas = mask.area_of_rows(np.arange(cp_size * per_rank + 1) * chunk)
-    placement = tokens_of_chunks(largest_first(areas.astype(np.float64), cp_size), chunk)
-    num_stages = config.num_stages or OVERLAP_DEGREE
-    both = needed_keys_pass(PlacedMask(mask, placement), num_stages, route)
-    return one_pass_plan(mask, config, planner, placement, both)
+    chunks = np.sort(largest_first(areas.astype(np.float64), cp_size), axis=1)
+    placed = PlacedMask(mask, Placement.of_chunks(chunks, chunk))
+    both = needed_keys_pass(placed, config.num_stages or OVERLAP_DEGREE, route)
+    return one_pass_plan(placed, config, planner, both)
 
 
 def largest_first(areas: FloatArray, cp_size: int) -> IntArray:

@@ -17,11 +17,11 @@ from megatron_cp.plan.transfer.passes import ring_pass
 
 def plan_ring(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns the ring over the stream cut in order; imbalance (2P-1)/P on one causal document."""
-    placement = contiguous(mask.num_queries, cp_size, config)
-    return one_pass_plan(mask, config, "ring", placement, ring_pass(PlacedMask(mask, placement)))
+    placed = PlacedMask(mask, contiguous(mask.num_queries, cp_size, config))
+    return one_pass_plan(placed, config, "ring", ring_pass(placed))
 
 
 def plan_zigzag(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     """Returns the ring over zigzag tokens; balanced in every step on one causal document."""
-    placement = zigzag(mask.num_queries, cp_size, config)
-    return one_pass_plan(mask, config, "zigzag", placement, ring_pass(PlacedMask(mask, placement)))
+    placed = PlacedMask(mask, zigzag(mask.num_queries, cp_size, config))
+    return one_pass_plan(placed, config, "zigzag", ring_pass(placed))

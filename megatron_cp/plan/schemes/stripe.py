@@ -21,7 +21,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.slice import shift_rows, tighten
 from megatron_cp.plan.placement.classes import stripe_rows
-from megatron_cp.plan.placement.placement import tokens_of_chunks, tokens_per_rank
+from megatron_cp.plan.placement.placement import Placement, tokens_per_rank
 from megatron_cp.plan.schema import Hop, Pass, PlanData, Stage, Transfer
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import check_pieces
@@ -35,13 +35,9 @@ def plan_stripe(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData
     check_pieces("stripe", mask.num_slices * cp_size**2, cp_size)
     rows = tokens_per_rank(mask.num_queries, cp_size, config, pieces=chunk)
     stripes = np.arange(cp_size * (rows // chunk), dtype=np.int64).reshape(-1, cp_size).T
-    placement = tokens_of_chunks(stripes, chunk)
-    both = (
-        token_stripes_pass(mask, cp_size, rows)
-        if chunk == 1
-        else ring_pass(PlacedMask(mask, placement))
-    )
-    return one_pass_plan(mask, config, "stripe", placement, both)
+    placed = PlacedMask(mask, Placement.of_chunks(stripes, chunk))
+    both = token_stripes_pass(mask, cp_size, rows) if chunk == 1 else ring_pass(placed)
+    return one_pass_plan(placed, config, "stripe", both)
 
 
 def token_stripes_pass(mask: AttentionMask, cp_size: int, own_rows: int) -> Pass:

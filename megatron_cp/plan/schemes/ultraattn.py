@@ -29,7 +29,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
-from megatron_cp.plan.placement.placement import tokens_of_chunks, tokens_per_rank
+from megatron_cp.plan.placement.placement import Placement, tokens_per_rank
 from megatron_cp.plan.schema import BoolArray, Pass, PassName, PlanData
 from megatron_cp.plan.schemes.blocks import MOST_TRIES, Blocks, RowWeights, least_max
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
@@ -71,7 +71,7 @@ def plan_ultraattn(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanD
     bounds = np.minimum(np.arange(chunks + 1) * chunk, mask.num_queries)
     areas = cell_areas(mask, bounds, bounds)
     is_full = areas == np.outer(np.diff(bounds), np.diff(bounds))
-    placed = PlacedMask(mask, tokens_of_chunks(_chunks_of_ranks(levels), chunk))
+    placed = PlacedMask(mask, Placement.of_chunks(_chunks_of_ranks(levels), chunk))
 
     def one_pass(name: PassName) -> Pass:
         ranks = _Tiling(levels, RowWeights.of(config, name)).ranks(areas, is_full)

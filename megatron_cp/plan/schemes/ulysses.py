@@ -6,6 +6,7 @@ from megatron_cp.plan.placement.placement import contiguous
 from megatron_cp.plan.schema import HeadSplit, Pass, PlanData, Stage
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.transfer.head_split import fits_heads
+from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 
 def plan_ulysses(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
@@ -15,9 +16,9 @@ def plan_ulysses(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanDat
     Source: arXiv 2309.14509. Raises ValueError when the heads do not divide.
     """
     check_head_degree(cp_size, config)
-    placement = contiguous(mask.num_queries, cp_size, config)
-    both = ulysses_pass(mask, cp_size, placement.size)
-    return one_pass_plan(mask, config, "ulysses", placement, both)
+    placed = PlacedMask(mask, contiguous(mask.num_queries, cp_size, config))
+    both = ulysses_pass(mask, cp_size, cp_size * placed.own_rows)
+    return one_pass_plan(placed, config, "ulysses", both)
 
 
 def ulysses_pass(mask: AttentionMask, cp_size: int, num_rows: int) -> Pass:

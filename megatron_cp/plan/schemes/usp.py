@@ -19,7 +19,6 @@ from megatron_cp.plan.transfer.head_split import (
     config_of_groups,
     fits_heads,
     split_heads,
-    split_placement,
 )
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 from megatron_cp.plan.transfer.passes import ring_pass
@@ -34,7 +33,7 @@ def plan_usp(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
     degree = choose_head_degree(cp_size, config)
     groups = zigzag(mask.num_queries, cp_size // degree, config_of_groups(config, degree))
     both = split_heads(ring_pass(PlacedMask(mask, groups)), degree)
-    return one_pass_plan(mask, config, "usp", split_placement(groups, degree), both)
+    return one_pass_plan(PlacedMask(mask, groups.regrouped(cp_size)), config, "usp", both)
 
 
 def choose_head_degree(cp_size: int, config: CPConfig) -> int:

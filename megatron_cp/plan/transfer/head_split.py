@@ -34,19 +34,6 @@ def config_of_groups(config: CPConfig, degree: int) -> CPConfig:
     return replace(config, token_multiple=config.token_multiple * degree)
 
 
-def split_placement(placement: IntArray, degree: int) -> IntArray:
-    """Returns the tokens of ranks, int64 `[P, T]`, from those of head groups `[P / degree, degree * T]`.
-
-    Raises ValueError when the rows of a head group do not divide; `config_of_groups` makes them.
-    """
-    if placement.shape[1] % degree:
-        raise ValueError(
-            f"degree={degree} must divide the {placement.shape[1]} rows of a head group; "
-            "place tokens with config_of_groups(config, degree)"
-        )
-    return placement.reshape(len(placement) * degree, -1)
-
-
 def split_heads(inner: Pass, degree: int) -> Pass:
     """Returns the pass of `degree` times as many ranks that runs `inner` once per share of heads.
 
