@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp import mask as masks
+from megatron_cp.mask import interval
 from megatron_cp.mask.linked import causal_document_lengths, document_bounds
 
 
@@ -32,6 +33,19 @@ def states_may_flow(dense, bounds):
         if document.any() and not document[np.tril_indices(stop - start)].all():
             return False
     return True
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6))
+def test_ranges_that_touch_are_joined_in_normalised_sets_and_stay_apart_as_islands(pairs):
+    ranges = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    covered = {place for start, stop in pairs for place in range(start, stop)}
+    for unite, is_joined in (
+        (interval.normalise, lambda place: place in covered and place + 1 in covered),
+        (interval.islands, lambda place: any(a <= place and place + 1 < b for a, b in pairs)),
+    ):
+        firsts = [place for place in sorted(covered) if not is_joined(place - 1)]
+        lasts = [place for place in sorted(covered) if not is_joined(place)]
+        assert unite(ranges).tolist() == [[a, b + 1] for a, b in zip(firsts, lasts, strict=True)]
 
 
 @st.composite
