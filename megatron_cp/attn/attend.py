@@ -110,8 +110,7 @@ def attend_forward(
 
     `max_logits` fp32 `[N]` is raised, in place, to the largest logit of each head.
     """
-    check_mask(q, k, mask)
-    _check_words(options)
+    _check(q, k, mask, options)
     with raw_mode(q):
         forward = backend_module(options.backend).forward
         wide = (q, k, v) if options.wide_dims is None else widen(options.wide_dims, q, k, v)
@@ -140,8 +139,7 @@ def attend_forward_onto_(
     own = _own_passes(options)
     with raw_mode(q):
         if own is not None:
-            check_mask(q, k, mask)
-            _check_words(options)
+            _check(q, k, mask, options)
             own.forward_onto_(out, lse, q, k, v, mask, options, max_logits)  # its kernel merges
         else:
             merge_span_(out, lse, *attend_forward(q, k, v, mask, options, max_logits))
@@ -164,8 +162,7 @@ def attend_forward_last(
     """
     own = _own_passes(options)
     if own is not None and (held is None or max_logits is None):  # adds the sink and rounds
-        check_mask(q, k, mask)
-        _check_words(options)
+        _check(q, k, mask, options)
         with raw_mode(q):
             known = None if held is None else (held[0], held[1])
             return own.forward_last(known, q, k, v, mask, options, sink, max_logits)
@@ -204,8 +201,7 @@ def attend_backward(  # noqa: PLR0913  what the pass needs, and how its results 
     *all* keys, of which `k` and `v` may be a part. Rows with `lse = -inf` get and give exactly 0. `stats` is what
     `row_stats` has made of these rows, for rows that several calls have.
     """
-    check_mask(q, k, mask)
-    _check_words(options)
+    _check(q, k, mask, options)
     own = _own_passes(options)
     with raw_mode(q):
         if own is not None:
@@ -254,8 +250,7 @@ def attend_backward_onto_(  # noqa: PLR0913  as attend_backward, and what to add
     own = _own_passes(options)
     with raw_mode(q):
         if own is not None:
-            check_mask(q, k, mask)
-            _check_words(options)
+            _check(q, k, mask, options)
             rows = (dout, q, k, v, lse, delta)
             return own.backward_onto_(dq, dkeys, *rows, mask, options, stats)
         parts = attend_backward(dout, q, k, v, lse, delta, mask, options)
@@ -307,8 +302,9 @@ def _own_passes(options: AttendOptions) -> Passes | None:
     return cast(Passes, backend_module(options.backend))
 
 
-def _check_words(options: AttendOptions) -> None:
-    """Raises ValueError where a rate would be forgotten: a raw pass is told which rows and keys it has."""
+def _check(q: Tensor, k: Tensor, mask: AttentionMask, options: AttendOptions) -> None:
+    """Raises as `check_mask`, and ValueError where a rate would be forgotten: a raw pass is told which rows it has."""
+    check_mask(q, k, mask)
     if (options.dropout_p > 0) != (options.dropout is not None):
         raise ValueError(
             f"dropout_p={options.dropout_p} needs the words of the rows and keys at hand (attn/dropout.py); give "
