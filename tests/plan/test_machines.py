@@ -184,7 +184,9 @@ def test_documents_fill_nodes_then_racks():
     # On 24 ranks of 16 tokens: three documents of three ranks each.
     lengths = np.array([48] * 3 + [16] * 15)
     bounds = np.r_[0, np.cumsum(lengths)]
-    placed, _ = whole_documents(bounds, lengths**2.0, Ranks(np.ones(24), (2, 6)), 16, 1.0)
+    placed, _ = whole_documents(
+        bounds, lengths[:, None] ** 2.0, Ranks(np.ones(24), (2, 6)), 16, 1.0
+    )
     owner = np.empty(24 * 16, dtype=np.int64)
     owner[placed.tokens] = np.arange(24)[:, None]
     for start, stop in itertools.pairwise(bounds[:4]):

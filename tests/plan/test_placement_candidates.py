@@ -47,7 +47,7 @@ def test_documents_and_padding_are_placed_once_in_equal_numbers(lengths, ranks, 
     bounds = np.cumsum([0, *lengths])
     areas = np.array(lengths, dtype=np.float64) ** 2
     rows = -(-sum(lengths) // ranks) + slack
-    placed, _ = whole_documents(bounds, areas, alike(ranks, ranks), rows, most_load)
+    placed, _ = whole_documents(bounds, areas[:, None], alike(ranks, ranks), rows, most_load)
     assert placed.tokens.shape == (ranks, rows)
     assert np.array_equal(np.sort(placed.tokens.reshape(-1)), np.arange(ranks * rows))
 
@@ -62,7 +62,7 @@ def test_documents_that_fit_stay_whole_and_a_large_one_takes_neighbours():
     lengths = [64, 16, 8, 8, 16, 16]  # 128 tokens on 8 ranks of 16; the first is half of them
     bounds = np.cumsum([0, *lengths])
     areas = np.array(lengths, dtype=np.float64)
-    placed, _ = whole_documents(bounds, areas, alike(8, 4), 16, 1.25)
+    placed, _ = whole_documents(bounds, areas[:, None], alike(8, 4), 16, 1.25)
     found = ranks_of_documents(placed.tokens, bounds)
     assert found[0] in ({0, 1, 2, 3}, {4, 5, 6, 7})
     assert all(len(ranks) == 1 for ranks in found[1:])
@@ -94,7 +94,7 @@ def test_limits_that_are_said_to_place_documents_alike_do(lengths, ranks, slack,
     areas = np.array(lengths, dtype=np.float64) ** 2
     rows = -(-sum(lengths) // ranks) + slack
     (placed, (least, most)), (other, _) = (
-        whole_documents(bounds, areas, alike(ranks, min(8, ranks), ranks), rows, limit)
+        whole_documents(bounds, areas[:, None], alike(ranks, min(8, ranks), ranks), rows, limit)
         for limit in limits[:2]
     )
     if least <= limits[1] <= most:
@@ -106,7 +106,7 @@ def test_of_many_small_documents_one_per_rank_is_cut():
     lengths = rng.integers(1, 9, size=400)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     rows = -(-int(bounds[-1]) // 4)
-    placed, _ = whole_documents(bounds, lengths**2.0, alike(4, 4), rows, 1.25)
+    placed, _ = whole_documents(bounds, lengths[:, None] ** 2.0, alike(4, 4), rows, 1.25)
     cut = sum(len(ranks) > 1 for ranks in ranks_of_documents(placed.tokens, bounds))
     assert cut <= 3
 
@@ -116,7 +116,9 @@ def test_documents_that_leave_no_room_are_cut_among_few_ranks(most_load):
     """Two thirds of a rank each, all ranks full: every third document has to be cut."""
     ranks, length = 64, 96
     bounds = np.arange(97) * length
-    placed, _ = whole_documents(bounds, np.full(96, length**2.0), alike(ranks, 8), 144, most_load)
+    placed, _ = whole_documents(
+        bounds, np.full((96, 1), length**2.0), alike(ranks, 8), 144, most_load
+    )
     found = ranks_of_documents(placed.tokens, bounds)
     assert max(map(len, found)) <= 8
     assert sum(len(each) for each in found) <= 2 * len(found)
@@ -125,7 +127,7 @@ def test_documents_that_leave_no_room_are_cut_among_few_ranks(most_load):
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
 def test_one_document_over_all_ranks_is_zigzag(cp_size):
     bounds, rows = np.array([0, 32 * cp_size]), 32
-    placed, _ = whole_documents(bounds, np.ones(1), alike(cp_size, cp_size), rows, 1.0)
+    placed, _ = whole_documents(bounds, np.ones((1, 1)), alike(cp_size, cp_size), rows, 1.0)
     assert np.array_equal(placed.tokens, zigzag(32 * cp_size, cp_size, config()).tokens)
 
 

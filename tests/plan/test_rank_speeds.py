@@ -168,10 +168,10 @@ def test_documents_go_to_ranks_by_speed():
     """Twelve documents on three ranks, all ranks full: the slow one gets those of few pairs."""
     lengths = np.array([40] * 6 + [8] * 30)
     bounds, speeds = np.r_[0, np.cumsum(lengths)], np.array([1.0, 1.0, 0.25])
-    placed, _ = whole_documents(bounds, lengths**2.0, Ranks(speeds, (3,)), 160, 1.0)
+    placed, _ = whole_documents(bounds, lengths[:, None] ** 2.0, Ranks(speeds, (3,)), 160, 1.0)
     document = np.searchsorted(bounds, placed.tokens, side="right") - 1
     times = (lengths[document].sum(axis=1)) / speeds  # each token of a document has as many pairs
-    equal, _ = whole_documents(bounds, lengths**2.0, Ranks(np.ones(3), (3,)), 160, 1.0)
+    equal, _ = whole_documents(bounds, lengths[:, None] ** 2.0, Ranks(np.ones(3), (3,)), 160, 1.0)
     document = np.searchsorted(bounds, equal.tokens, side="right") - 1
     assert times.max() < 0.7 * (lengths[document].sum(axis=1) / speeds).max()
     assert np.array_equal(np.sort(placed.tokens, axis=None), np.arange(480))

@@ -127,19 +127,19 @@ class DocumentGroups:
         self,
         sizes: Sequence[int],
         rows: int,
-        area: float | FloatArray,
+        area: FloatArray,
         most_load: float,
         ranks: Ranks | None = None,
     ):
         """Groups are of `sizes`, ascending, each divides the next, the last is all ranks.
 
-        `area`: of all documents, for each load. A document that would bring a group more than `most_load` times its
+        `area`: of all documents, `[loads]`. A document that would bring a group more than `most_load` times its
         fair share of one goes to a larger group; to one much larger only without `ranks`, which are alike then. With
         them, such a document is scattered over few of them.
         """
         self.sizes, self.rows, self.most_load, self.ranks = sizes, rows, most_load, ranks
         self.speeds = np.ones(sizes[-1]) if ranks is None else ranks.speeds
-        self.fair = np.maximum(1.0, np.atleast_1d(area) / self.speeds.sum())
+        self.fair = np.maximum(1.0, area / self.speeds.sum())
         self.room = np.full(sizes[-1], rows, dtype=np.int64)
         self.load = np.zeros((sizes[-1], len(self.fair)))
         self.reached = 0.0
@@ -148,14 +148,8 @@ class DocumentGroups:
         """Whether `most_load` kept some document out of a group, or decided how it was scattered."""
 
     def ranks_wanted(self, lengths: IntArray, areas: FloatArray) -> FloatArray:
-        """Returns to how many ranks' tokens, or pairs of some load, each document comes: `[D]`."""
-        wanted: FloatArray = np.maximum(lengths / self.rows, self._shares(areas).max(axis=1))
-        return wanted
-
-    def _shares(self, areas: FloatArray) -> FloatArray:
-        """Returns areas as parts of a rank's fair share: `[D, loads]`."""
-        shares: FloatArray = areas.reshape(len(areas), -1) / self.fair
-        return shares
+        """Returns to how many ranks' tokens, or pairs of some load, each document comes: `[D]` of `[D, loads]`."""
+        return np.maximum(lengths / self.rows, (areas / self.fair).max(axis=1))
 
     def equal_limits(self) -> tuple[float, float]:
         """Returns the smallest and the largest `most_load` that would have placed the documents so."""
@@ -164,11 +158,10 @@ class DocumentGroups:
         return self.reached, self.most_load if self.is_limited else np.inf
 
     def place(self, lengths: IntArray, areas: FloatArray) -> IntArray:
-        """Returns the tokens of each document that each rank takes: int64 `[D, P]`; `areas` `[D]` or `[D, loads]`."""
+        """Returns the tokens of each document that each rank takes: int64 `[D, P]`; `areas` `[D, loads]`."""
         zone = np.searchsorted(self.sizes[:-1], self.ranks_wanted(lengths, areas))
         shares = np.zeros((len(lengths), len(self.room)), dtype=np.int64)
-        areas = areas.reshape(len(areas), -1)
-        largest = self._shares(areas).max(axis=1)
+        largest = (areas / self.fair).max(axis=1)
         for document in np.lexsort((-largest, -zone)).tolist():
             length, area = int(lengths[document]), areas[document]
             limit = np.where(area > self.fair / LIGHT, self.most_load * self.fair, np.inf)

@@ -70,10 +70,10 @@ def local_intra_inter(
 ) -> tuple[Pieces, IntArray]:
     """Returns documents on one rank, one node or all ranks, and how many tokens each rank has of each: `[D, P]`."""
     bounds = document_bounds(mask)
-    areas = mask.area_of_rows(bounds).astype(np.float64)
+    areas = mask.area_of_rows(bounds).astype(np.float64)[:, None]
     sizes = sorted({1, ranks_per_node(cp_size, config), cp_size})
     rows = tokens_per_rank(mask.num_queries, cp_size, config)
-    groups = DocumentGroups(sizes, rows, float(areas.sum()), MOST_LOAD)
+    groups = DocumentGroups(sizes, rows, areas.sum(axis=0), MOST_LOAD)
     shares = groups.place(np.diff(bounds), areas)
     return mirrored(np.concatenate([shares, groups.room[None]]), bounds), shares
 
