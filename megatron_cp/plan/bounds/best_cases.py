@@ -11,7 +11,6 @@ import numpy as np
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import AttentionMask, cell_areas
-from megatron_cp.plan.bounds.bounds import head_degrees
 from megatron_cp.plan.hardware.cost import compute_seconds, hidden_seconds
 from megatron_cp.plan.hardware.rows import head_split_bytes, row_size
 from megatron_cp.plan.hardware.speeds import rank_speeds, total_speed
@@ -21,6 +20,7 @@ from megatron_cp.plan.schema import OwnRows, PassName
 from megatron_cp.plan.schemes.documents import local_intra_inter
 from megatron_cp.plan.schemes.double_ring import passes_queries
 from megatron_cp.plan.schemes.layout import ranks_per_node
+from megatron_cp.plan.transfer.head_split import head_degrees
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
 
 STRIPS = 256

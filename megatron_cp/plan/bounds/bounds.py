@@ -34,7 +34,7 @@ from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.placement.placement import tokens_per_rank
 from megatron_cp.plan.schema import FloatArray, OwnRows, PassName
-from megatron_cp.plan.transfer.head_split import fits_heads
+from megatron_cp.plan.transfer.head_split import head_degrees
 
 BISECTIONS = 50
 
@@ -183,12 +183,6 @@ def time_bound_of(
         for degree in head_degrees(cp_size, config)
         for seconds in _seconds_of_degree(extent, cp_size, own, config, pass_name, degree)
     )
-
-
-def head_degrees(cp_size: int, config: CPConfig) -> list[int]:
-    """Returns the head degrees that a plan on `cp_size` ranks may have, 1 first."""
-    degrees = range(1, min(cp_size, config.num_heads) + 1)
-    return [degree for degree in degrees if cp_size % degree == 0 and fits_heads(degree, config)]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megatron_cp.plan.schema import PlanData
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.transfer.head_split import (
     config_of_groups,
-    fits_heads,
+    head_degrees,
     split_heads,
 )
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
@@ -38,7 +38,7 @@ def plan_usp(mask: AttentionMask, cp_size: int, config: CPConfig) -> PlanData:
 
 def choose_head_degree(cp_size: int, config: CPConfig) -> int:
     """Returns the head degree that the config asks for, or the largest legal one inside a node."""
-    legal = [h for h in range(1, cp_size + 1) if cp_size % h == 0 and fits_heads(h, config)]
+    legal = head_degrees(cp_size, config)
     chosen = config.head_degree
     if chosen is None:
         node_size = get_topology(config.topology).node_size

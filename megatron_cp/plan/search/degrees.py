@@ -4,15 +4,17 @@ from megatron_cp.config import CPConfig
 from megatron_cp.plan.hardware.speeds import is_uneven
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.search.budget import SearchBudget
-from megatron_cp.plan.transfer.head_split import fits_heads
+from megatron_cp.plan.transfer.head_split import head_degrees
 
 
 def searched_degrees(cp_size: int, config: CPConfig) -> list[int]:
     """Returns the head degrees worth a look: those inside a node, and all ranks (Ulysses)."""
     node_size = get_topology(config.topology).node_size
-    inside = [d for d in range(1, min(node_size, cp_size) + 1) if cp_size % d == 0]
-    aligned = [d for d in inside if cp_size <= node_size or node_size % d == 0]
-    return [d for d in sorted({*aligned, cp_size}) if fits_heads(d, config)]
+    return [
+        degree
+        for degree in head_degrees(cp_size, config)
+        if degree == cp_size or cp_size <= node_size or node_size % degree == 0
+    ]
 
 
 def most_moved(cp_size: int, degrees: list[int], config: CPConfig, budget: SearchBudget) -> int:

@@ -29,6 +29,12 @@ def fits_heads(degree: int, config: CPConfig) -> bool:
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
+def head_degrees(cp_size: int, config: CPConfig) -> list[int]:
+    """Returns the head degrees that a plan on `cp_size` ranks may have, 1 first."""
+    degrees = range(1, min(cp_size, config.num_heads) + 1)
+    return [degree for degree in degrees if cp_size % degree == 0 and fits_heads(degree, config)]
+
+
 def config_of_groups(config: CPConfig, degree: int) -> CPConfig:
     """Returns the config for planning head groups: their rows divide over `degree` members."""
     return replace(config, token_multiple=config.token_multiple * degree)
