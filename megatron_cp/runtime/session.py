@@ -108,7 +108,7 @@ _agreed: dict[tuple[int, str, Hashable], weakref.ref[AttentionPlan]] = {}
 
 
 @atexit.register
-def forget_plans() -> None:
+def forget_sessions() -> None:
     """Drops compiled plans, and with them the groups they hold.
 
     A process group that is still referenced when the interpreter ends aborts in its threads' destructors.
