@@ -22,7 +22,7 @@ from megatron_cp.attn.modes import raw_mode
 from megatron_cp.attn.once import Saved, first_derivative_only
 from megatron_cp.attn.options import (
     AttendOptions,
-    check_mask,
+    check_grid,
     check_sink,
     resolve_options,
 )
@@ -78,7 +78,7 @@ def attend(  # noqa: PLR0913  the public signature of DESIGN section 9
     Raises: ValueError for wrong input, NotImplementedError for a backend that cannot serve the call.
     """
     options = resolve_options(q, k, v, softmax_scale, softcap, backend, deterministic, dropout_p)
-    check_mask(q, k, mask)
+    check_grid(q, k, mask)
     check_sink(q, sink)
     if dropout_p > 0:
         places_q, places_k = (torch.arange(len(x), device=q.device) for x in (q, k))
@@ -303,8 +303,8 @@ def _own_passes(options: AttendOptions) -> Passes | None:
 
 
 def _check(q: Tensor, k: Tensor, mask: AttentionMask, options: AttendOptions) -> None:
-    """Raises as `check_mask`, and ValueError where a rate would be forgotten: a raw pass is told which rows it has."""
-    check_mask(q, k, mask)
+    """Raises as `check_grid`, and ValueError where a rate would be forgotten: a raw pass is told which rows it has."""
+    check_grid(q, k, mask)
     if (options.dropout_p > 0) != (options.dropout is not None):
         raise ValueError(
             f"dropout_p={options.dropout_p} needs the words of the rows and keys at hand (attn/dropout.py); give "

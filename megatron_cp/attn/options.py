@@ -112,7 +112,7 @@ def _options(
     )
 
 
-def check_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> None:
+def check_grid(q: Tensor, k: Tensor, mask: AttentionMask) -> None:
     """Raises ValueError unless the mask's grid is that of the tensors' rows, TypeError for what is no mask."""
     if not isinstance(mask, AttentionMask):
         checks.check_mask(mask)

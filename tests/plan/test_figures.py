@@ -253,7 +253,7 @@ def test_a_chunk_table_holds_the_area_of_every_two_chunks_and_no_fewer_rows_than
 def test_deals_give_every_rank_equally_many_chunks_and_exchanges_balance_them(kind, cp_size):
     table = by_area.chunk_table(packed(kind, 24_000, 40), 24_000 // (cp_size * 20), cp_size * 20)
     count = cp_size * 20
-    for start in (np.arange(count).reshape(cp_size, -1), by_area.zigzag(count, cp_size)):
+    for start in (np.arange(count).reshape(cp_size, -1), by_area.zigzag_chunks(count, cp_size)):
         owned = by_area.exchange_chunks(start, table, 0.02, np.ones(cp_size))
         assert sorted(owned.reshape(-1).tolist()) == list(range(count))
         loads = table.chunk_areas[owned].sum(axis=1)

@@ -72,7 +72,7 @@ def weighted_sum(tables: Sequence[ChunkTable], weights: Sequence[float]) -> Chun
     return ChunkTable(areas, needs, tables[0].chunk_size)
 
 
-def zigzag(num_chunks: int, cp_size: int) -> IntArray:
+def zigzag_chunks(num_chunks: int, cp_size: int) -> IntArray:
     """Returns runs r and 2P-1-r of 2P runs for rank r (one run over for an odd number goes in order)."""
     half = num_chunks // cp_size // 2
     ranks = np.arange(cp_size)

@@ -182,7 +182,7 @@ class PlacementCandidates:
         size, count = degree * self.rows // per_group, groups * per_group
         tables = [self._chunk_table(mask, size, count) for mask, _ in self.masks.values()]
         table = by_area.weighted_sum(tables, [weight for _, weight in self.masks.values()])
-        zigzag = by_area.zigzag(count, groups)
+        zigzag = by_area.zigzag_chunks(count, groups)
         speeds = rank_speeds(self.config, groups)
         owned = by_area.exchange_chunks(zigzag, table, self.limits.imbalance, speeds)
         return Placement.of_chunks(np.sort(owned, axis=1), size).regrouped(self.cp_size)
