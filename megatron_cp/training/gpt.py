@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import traceback
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from megatron_cp.mcore import compat
 from megatron_cp.mcore.batch import context_group, local_batch
 from megatron_cp.mcore.loss import make_loss_function
 from megatron_cp.mcore.validation import check_spec, validate_config
-from megatron_cp.models.gpt import build_gpt, transformer_config
+from megatron_cp.models.gpt import Arguments, build_gpt, transformer_config
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.flops import ModelFlops, gpt_flops
+from megatron_cp.training.refused_model import built
 
 
 def flops_provider(config: TrainConfig) -> ModelFlops:
@@ -38,7 +39,7 @@ def model_provider(
     """Returns one pipeline stage of the GPT that the arguments describe."""
     backend = config.model.cp_backend
     return build_gpt(
-        _settings(config),
+        _settings(config, config.arguments),
         config.arguments,
         vocab_size=config.data.padded_vocab_size,
         spec=_custom_spec(config.model.spec),
@@ -54,24 +55,26 @@ def check_model(config: TrainConfig) -> None:
 
     Raises ValueError or NotImplementedError with what stands against it.
     """
-    try:
-        settings = _settings(config)
-        validate_config(settings)
-        check_spec(settings)
-        uses_engine = settings.transformer_impl == "transformer_engine"
-        compat.decoder_layer_specs(settings, use_transformer_engine=uses_engine)
-    except AssertionError as problem:
-        said = str(problem) or traceback.extract_tb(problem.__traceback__)[-1].line
-        raise ValueError(f"Megatron-Core refuses this model: {said}") from problem
+    settings = built(partial(_settings, config), config.arguments)
+    validate_config(settings)
+    check_spec(settings)
+    built(partial(_layer_specs, config), config.arguments)
 
 
-def _settings(config: TrainConfig) -> TransformerConfig:
-    """Returns Megatron-Core's configuration of the model on these ranks."""
+def _layer_specs(config: TrainConfig, arguments: Arguments) -> list[Any]:
+    """Returns Megatron-Core's specs of the layers, made to see whether it has some."""
+    settings = _settings(config, arguments)
+    uses_engine = settings.transformer_impl == "transformer_engine"
+    return compat.decoder_layer_specs(settings, use_transformer_engine=uses_engine)
+
+
+def _settings(config: TrainConfig, arguments: Arguments) -> TransformerConfig:
+    """Returns Megatron-Core's configuration of the model of these arguments on these ranks."""
     # Megatron overlaps sends between virtual stages only; without, it sends in batches.
     is_interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
     overlaps = config.parallel.overlap_p2p_comm and is_interleaved
     return transformer_config(
-        config.arguments,
+        arguments,
         dtype=config.model.dtype,
         overlap_p2p_comm=overlaps,
         batch_p2p_comm=not overlaps,

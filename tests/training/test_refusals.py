@@ -131,6 +131,7 @@ BAD = [
             "--rotary-base": ["0"],
             "--rotary-percent": ["0.0", "1.5", "nan"],
             "--rope-scaling-factor": ["0.0"],
+            "--moe-input-jitter-eps": ["0.0", "nan"],
             "--ddp-bucket-size": ["0", "-1"],
             "--plan-batches": ["0"],
             "--seed": ["-1"],

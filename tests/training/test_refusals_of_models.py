@@ -158,11 +158,13 @@ WITH_BIASES = [word for word in SMALL_RUN if word != "--disable-bias-linear"]
         (SELECTIVE, "would not end"),
         (f"{SELECTIVE} {EXPERTS} --moe-layer-freq 2", "would not end"),
         (f"{EXPERTS} --moe-shared-expert-intermediate-size 32", "-size 32 with biases"),
+        (f"{EXPERTS} {TENSOR} --sequence-parallel", "--expert-tensor-parallel-size 2 with biases"),
+        (f"{EXPERTS} --init-method-xavier-uniform", "draws matrices alone"),
     ],
 )
 def test_biases_that_megatron_core_cannot_train_are_one_line(capsys, flags: str, named: str):
-    assert named in refusal(capsys, *WITH_BIASES, *flags.split())
-    parse(*SMALL_RUN, *flags.split())
+    assert named in refusal(capsys, *WITH_BIASES, *flags.split(), world_size=2)
+    parse(*SMALL_RUN, *flags.split(), world_size=2)
 
 
 def test_modules_of_experts_are_recomputed_with_biases():

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_cp.mcore.validation import SETTING_CHECKS
 from megatron_cp.training.arguments.experts import (
+    check_expert_biases,
     check_expert_ranks,
     check_experts,
     check_latent_attention,
@@ -287,6 +288,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_linear,),
     (_positions, "max_position_embeddings"),
     (check_experts,),
+    (check_expert_biases,),
     (check_expert_ranks,),
     (check_rank_order,),
     (check_routing,),

@@ -84,17 +84,29 @@ def check_experts(args: Namespace) -> Iterator[str]:
         )
     if shared is None and args.moe_shared_expert_gate:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; give it too"
-    if shared is not None and args.add_bias_linear:
-        yield (
-            f"--moe-shared-expert-intermediate-size {shared} with biases is not served by Megatron-Core; train a model "
-            "with --disable-bias-linear"
-        )
     # Without it Megatron-Core evaluates with one dispatcher, and trains with none.
     only_evaluates = args.skip_train and args.moe_token_dispatcher_type == "allgather"
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel and not only_evaluates:
         yield (
             f"--num-experts {experts} with --tensor-model-parallel-size {args.tensor_model_parallel_size} needs "
             "--sequence-parallel in Megatron-Core; give it too: the same model"
+        )
+
+
+def check_expert_biases(args: Namespace) -> Iterator[str]:
+    """Yields a line for each setting with which Megatron-Core's experts and router have no biases."""
+    if args.num_experts is None or not args.add_bias_linear:
+        return
+    shared, tp = args.moe_shared_expert_intermediate_size, args.expert_tensor_parallel_size
+    settings = {
+        f"--moe-shared-expert-intermediate-size {shared}": shared is not None,
+        f"--num-experts {args.num_experts} on --expert-tensor-parallel-size {tp}": tp > 1,
+        "--init-method-xavier-uniform, which draws matrices alone,": args.init_method_xavier_uniform,
+    }
+    for setting in (text for text, is_given in settings.items() if is_given):
+        yield (
+            f"{setting} with biases is not served by Megatron-Core where there are experts; train a model with "
+            "--disable-bias-linear"
         )
 
 

@@ -113,11 +113,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
     Raises ValueError for a name that no flag sets.
     """
-    parser = argparse.ArgumentParser()
-    add_served_flags(parser)
-    actions: dict[str, list[argparse.Action]] = {}
-    for action in parser._actions:
-        actions.setdefault(action.dest, []).append(action)
+    actions = _actions()
     words: list[str] = []
     for name, value in arguments.items():
         if name not in actions:
@@ -125,6 +121,21 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
         if value is not None and value != actions[name][0].default:
             words += _words(actions[name], value)
     return words
+
+
+def defaults_of_flags() -> dict[str, Any]:
+    """Returns what each argument is where no flag sets it."""
+    return {name: actions[0].default for name, actions in _actions().items()}
+
+
+def _actions() -> dict[str, list[argparse.Action]]:
+    """Returns the flags that set each argument."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_served_flags(parser)
+    actions: dict[str, list[argparse.Action]] = {}
+    for action in parser._actions:
+        actions.setdefault(action.dest, []).append(action)
+    return actions
 
 
 def _words(actions: list[argparse.Action], value: Any) -> list[str]:

@@ -27,6 +27,7 @@ RANGES = {
     "yarn_beta_slow": _POSITIVE,
     "activation_func_clamp_value": _POSITIVE,
     "embedding_init_method_std": _POSITIVE,
+    "moe_input_jitter_eps": _POSITIVE,
     "moe_z_loss_coeff": _NOT_NEGATIVE,
     "moe_router_topk_scaling_factor": _POSITIVE,
     "moe_router_bias_update_rate": _NOT_NEGATIVE,
@@ -73,6 +74,7 @@ _ADVICE = {
     "clip_grad": "0 is no clipping",
     "num_workers": "0 plans in the training process",
     "eval_iters": "0 is no evaluation",
+    "moe_input_jitter_eps": "leave it out for no noise",
 }
 _FLAGS = {
     "layernorm_epsilon": "--norm-epsilon",
