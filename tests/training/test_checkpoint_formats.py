@@ -203,17 +203,11 @@ def test_another_number_of_virtual_stages_is_refused_with_the_flag_that_helps(tm
     run_on_ranks(2, resume, str(tmp_path), (*plain, *advice))
 
 
-def test_optimizer_state_of_other_layers_or_another_optimizer_is_refused(tmp_path):
+def test_optimizer_state_of_other_layers_is_refused(tmp_path):
     optimizer = {"state": {}, "param_groups": []}
     made.write_legacy(tmp_path / "fused", made.fused_weights(), optimizer=optimizer)
     text = refused(tmp_path / "fused")
     assert "ordered by those layers" in text and "--no-load-optim" in text
-    run_on_ranks(1, save_and_go_on, str(tmp_path / "plain"), ("--ckpt-format", "torch"))
-    text = refused(tmp_path / "plain", "--use-distributed-optimizer")
-    assert "saved without --use-distributed-optimizer; drop it" in text
-    run_on_ranks(
-        1, resume, str(tmp_path / "plain"), ("--use-distributed-optimizer", "--no-load-optim")
-    )
 
 
 class Command:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_cp.training.checkpoint import names
 
@@ -87,14 +88,8 @@ def leaves_out(strictness: str) -> bool:
     return strictness != "raise_all"
 
 
-def check_allowed(
-    folder: object, model: Differences, optimizer: Differences | None, strictness: str
-) -> None:
-    """Raises ValueError for differences that the strictness does not allow.
-
-    `optimizer` is None where its state is not wanted. It must fit as a whole: its order is that of
-    all parameters, so a part of it would meet the wrong ones.
-    """
+def check_model_fits(folder: object, model: Differences, strictness: str) -> None:
+    """Raises ValueError for differences of the model that the strictness does not allow."""
     if (
         model.reshaped
         or (model.missing and not keeps_initial_values(strictness))
@@ -105,18 +100,50 @@ def check_allowed(
         if not model.reshaped:
             advice += f", or {_permission(model)}"
         raise ValueError(f"{folder} does not fit this model: {told}; {advice}")
-    if optimizer is not None and not model and optimizer.is_of_another_layout():
+
+
+def check_optimizer_fits(folder: object, optimizer: Differences, model: Differences) -> None:
+    """Raises ValueError where an optimizer's state is not that of the run's.
+
+    It must fit as a whole: its order is that of all parameters, so a part of it would meet the wrong ones.
+    """
+    if not model and optimizer.is_of_another_layout():
         raise ValueError(
             f"{folder} holds the optimizer's state in the buckets of another layout or precision; give the parallel "
             "sizes, and the --bf16 or --fp16, it was saved with (a run that saves with "
             "--dist-ckpt-optim-fully-reshardable may change them), or "
             "--no-load-optim to take the weights alone"
         )
-    if optimizer is not None and (optimizer or model):
+    if optimizer or model:
         told = "; ".join((optimizer or model).sentences(_SHOWN))
         raise ValueError(
             f"{folder} holds the state of another optimizer or model ({told}); give "
             "--no-load-optim to take the weights alone, or --finetune to begin at iteration 0"
+        )
+
+
+def check_optimizer_kind(
+    folder: object, saved: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> None:
+    """Raises ValueError where a checkpoint's arguments say an optimizer with another state; names its flags.
+
+    What they do not say is not asked.
+    """
+    was, now = saved.get("optimizer"), arguments["optimizer"]
+    said, advice = [], []
+    # Megatron-LM's dist_muon is muon, which has no shards.
+    if was is not None and was.removeprefix("dist_") != now:
+        said.append(f"with --optimizer {was}")
+        advice.append(f"give --optimizer {was}")
+    sharded = saved.get("use_distributed_optimizer")
+    if now != "muon" and sharded is not None and sharded != arguments["use_distributed_optimizer"]:
+        word, verb = ("with", "give") if sharded else ("without", "drop")
+        said.append(f"{word} --use-distributed-optimizer")
+        advice.append(f"{verb} --use-distributed-optimizer")
+    if said:
+        raise ValueError(
+            f"{folder} was saved {' and '.join(said)}; {' and '.join(advice)}, or give --no-load-optim to go on with a "
+            "fresh optimizer"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from megatron_cp.training.checkpoint import names
 from megatron_cp.training.checkpoint.compare import (
     Differences,
-    check_allowed,
+    check_model_fits,
+    check_optimizer_fits,
+    check_optimizer_kind,
     consequence,
     keeps_initial_values,
 )
@@ -32,20 +35,34 @@ class Content:
 
 
 def judge(
-    state: RunState, folder: object, model: Differences, optimizer: Differences | None
+    state: RunState,
+    folder: object,
+    model: Differences,
+    optimizer: Differences | None,
+    saved: object,
 ) -> None:
     """Tells how a checkpoint differs from the run, and refuses what is not allowed.
 
-    Every rank calls it with the same differences. Raises ValueError on every rank alike.
+    Every rank calls it with the same differences, None where the optimizer's state is not wanted, and with the
+    arguments that the checkpoint says it was `saved` with. Raises ValueError on every rank alike.
     """
     strictness = state.config.checkpoint.dist_ckpt_strictness
     for kind, differences in (("model", model), ("optimizer", optimizer)):
         for sentence in differences.sentences() if differences else ():
             print_rank_0(f" checkpoint and {kind} differ, {sentence}")
-    check_allowed(folder, model, optimizer, strictness)
+    check_model_fits(folder, model, strictness)
+    if optimizer:
+        check_optimizer_kind(folder, arguments_of(saved), state.config.arguments)
+    if optimizer is not None:
+        check_optimizer_fits(folder, optimizer, model)
     note = consequence(model, strictness)
     if note:
         print_rank_0(f" note: {note}")
+
+
+def arguments_of(saved: object) -> dict[str, Any]:
+    """Returns what the entry `args` of a checkpoint says; nothing where there is none."""
+    return vars(saved) if isinstance(saved, Namespace) else {}
 
 
 def note_what_stays(

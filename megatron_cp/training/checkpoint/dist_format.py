@@ -143,7 +143,7 @@ def load(state: RunState, folder: Path) -> Content:
     optimizer = None
     if state.config.checkpoint.wants_optimizer:
         optimizer = compare(_of_kind(asked, "optimizer"), saved_optimizer)
-    content.judge(state, folder, model, optimizer)
+    content.judge(state, folder, model, optimizer, entries.get("args"))
     content.note_what_stays(
         state,
         has_optimizer=has_optimizer,

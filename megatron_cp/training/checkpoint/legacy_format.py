@@ -18,7 +18,12 @@ from megatron_cp.mcore.optimizer import parts_of
 from megatron_cp.mcore.safe_load import load_trusted_types
 from megatron_cp.training.checkpoint import content as contents
 from megatron_cp.training.checkpoint import names
-from megatron_cp.training.checkpoint.compare import Differences, Shape, compare
+from megatron_cp.training.checkpoint.compare import (
+    Differences,
+    Shape,
+    check_optimizer_kind,
+    compare,
+)
 from megatron_cp.training.checkpoint.content import Content
 from megatron_cp.training.checkpoint.formats import (
     LEGACY_MODEL,
@@ -82,12 +87,12 @@ def load(state: RunState, folder: Path) -> Content:
         found = _read(_own_folder(folder, state.config) / LEGACY_MODEL)
         _check_chunks(folder, found, chunks_by_name(state))
     model, differences, extra, was_renamed = _compare_models(state, found)
-    contents.judge(state, folder, differences, None)
+    contents.judge(state, folder, differences, None, found.get("args"))
     optimizer = shards = None
     if state.config.checkpoint.wants_optimizer:
         with refused_together(ValueError):
             optimizer = _optimizer_entry(found, folder, was_renamed, differences)
-            shards = _read_shards(state, folder)
+            shards = _read_shards(state, folder, contents.arguments_of(found.get("args")))
     contents.note_what_stays(
         state,
         has_optimizer="optimizer" in found,
@@ -194,19 +199,15 @@ def _optimizer_entry(
     return found["optimizer"]
 
 
-def _read_shards(state: RunState, folder: Path) -> Any:
+def _read_shards(state: RunState, folder: Path, saved: dict[str, Any]) -> Any:
     """Returns the distributed optimizer's tensors on the first data-parallel rank, None elsewhere.
 
-    Raises ValueError if the checkpoint and the run disagree on the distributed optimizer, or on the
-    number of values in its buffers.
+    `saved` are the checkpoint's arguments. Raises ValueError if it and the run disagree on the kind of optimizer, or
+    on the number of values in its buffers.
     """
     path = _own_folder(folder, state.config) / LEGACY_OPTIMIZER
-    if path.is_file() != bool(state.config.parallel.use_distributed_optimizer):
-        word, flag = ("with", "give") if path.is_file() else ("without", "drop")
-        raise ValueError(
-            f"{folder} was saved {word} --use-distributed-optimizer; {flag} it, or give "
-            "--no-load-optim to go on with a fresh optimizer"
-        )
+    saved = {**saved, "use_distributed_optimizer": path.is_file()}
+    check_optimizer_kind(folder, saved, state.config.arguments)
     if not path.is_file() or not _is_first_replica():
         return None
     shards = load_trusted_types(path)

@@ -8,7 +8,6 @@ last                        values must be finite, and the optimizer's weights t
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron_cp.mcore.safe_load import parsing_each_index_once, reading_safely
 from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_format
 from megatron_cp.training.checkpoint.choose import choose_checkpoint
 from megatron_cp.training.checkpoint.compare import another_optimizer
-from megatron_cp.training.checkpoint.content import Content, put_into_model
+from megatron_cp.training.checkpoint.content import Content, arguments_of, put_into_model
 from megatron_cp.training.checkpoint.main_weights import check_copies, float_copies
 from megatron_cp.training.checkpoint.meaning import (
     another_model,
@@ -82,8 +81,7 @@ def load_checkpoint(state: RunState) -> bool:
             f"{folder} says no iteration number; give --finetune to take its weights alone"
         )
     if manifest is None:
-        saved = content.entries.get("args")
-        state.foreign_arguments = vars(saved) if isinstance(saved, Namespace) else {}
+        state.foreign_arguments = arguments_of(content.entries.get("args"))
         _compare_with_its_arguments(folder, state.foreign_arguments, config)
     put_into_model(state, content, chunks_by_name(state))
     _check_finite(state.model, folder)
