@@ -1,16 +1,25 @@
-"""Writes Megatron's `.bin` / `.idx` token files, streaming, all or nothing."""
+"""Writes Megatron's `.bin` / `.idx` token files, streaming, all or nothing.
+
+    corpus.bin.tmp-node7-4711    locked by its writer, process 4711 on node7, until it is corpus.bin
+
+The kernel drops the lock when that process ends, however it ends. The next writer of the corpus on that machine removes
+what nobody holds; where the file system has no locks it stays.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import io
 import json
 import os
+import socket
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +35,7 @@ from megatron_cp.data.indexed import (
 
 _CODE_OF_DTYPE = {np.dtype(kind): code for code, kind in TOKEN_DTYPES.items()}
 _MAX_SEQUENCE = 2**31 - 1
+_WRITTEN = ("bin", "idx", "manifest.json", PREFIX_LENGTHS)
 
 
 class IndexedWriter:
@@ -44,11 +54,14 @@ class IndexedWriter:
                 f"dtype={self.dtype} must be one of {names}; use token_dtype(vocab_size)"
             )
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(self.prefix)
         self._temporary = {
-            suffix: Path(f"{self.prefix}.{suffix}.tmp{os.getpid()}")
-            for suffix in ("bin", "idx", "manifest.json", PREFIX_LENGTHS)
+            suffix: Path(f"{self.prefix}.{suffix}.tmp-{socket.gethostname()}-{os.getpid()}")
+            for suffix in _WRITTEN
         }
-        self._bin = self._temporary["bin"].open("wb")
+        self._bin = _open_held(self._temporary["bin"])
+        self._held = ExitStack()
+        self._held.callback(_close, self._bin)
         self._bin_sha256 = hashlib.sha256()
         self._lengths = array("q")
         self._documents = array("q", [0])
@@ -99,7 +112,7 @@ class IndexedWriter:
         Its manifest also records `facts` (JSON values). What stood beside an older corpus of that name goes.
         """
         with _naming(self.prefix):
-            _sync_and_close(self._bin)
+            _sync(self._bin)
         lengths, documents = (
             np.array(self._lengths, dtype=np.int64),
             np.array(self._documents, dtype=np.int64),
@@ -131,22 +144,24 @@ class IndexedWriter:
             "manifest.json": (json.dumps(manifest, indent=1) + "\n").encode(),
         }
         for suffix, content in contents.items():
-            with _naming(self.prefix), self._temporary[suffix].open("wb") as stream:
+            stream = _open_held(self._temporary[suffix])
+            self._held.callback(_close, stream)
+            with _naming(self.prefix):
                 stream.write(content)
-                _sync_and_close(stream)
+                _sync(stream)
         # No moment at which a new .bin stands beside an old file that could be believed, or an index without what
         # says how its documents are read.
         for suffix in ("manifest.json", "idx", "sources.jsonl", PREFIX_LENGTHS, SUPERVISED):
             Path(f"{self.prefix}.{suffix}").unlink(missing_ok=True)
         for suffix in ("bin", *contents):
             self._temporary[suffix].replace(f"{self.prefix}.{suffix}")
+        self._held.close()
 
     def discard(self) -> None:
         """Removes the temporary files; the corpus under `prefix`, if any, stays as it was."""
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # of what a full disk did not take
-            self._bin.close()
+        self._held.close()
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -165,10 +180,40 @@ def _naming(prefix: str) -> Iterator[None]:
         raise
 
 
-def _sync_and_close(stream: Any) -> None:
+def _open_held(path: Path) -> BinaryIO:
+    """Returns a new file with the lock that keeps it."""
+    while True:
+        stream = path.open("wb")
+        with suppress(OSError):  # no locks there
+            fcntl.lockf(stream, fcntl.LOCK_EX)
+        if os.fstat(stream.fileno()).st_nlink:  # else it was removed before it was locked
+            return stream
+        stream.close()
+
+
+def _remove_leftovers(prefix: str) -> None:
+    """Removes temporary files of writers that were killed on this machine."""
+    folder, name = os.path.split(prefix)
+    for suffix in _WRITTEN:
+        start = f"{name}.{suffix}.tmp-{socket.gethostname()}-"
+        for path in Path(folder).glob(f"{glob.escape(start)}*"):
+            writer = path.name.removeprefix(start)
+            # A lock does not keep a file from the process that holds it.
+            if not writer.isdigit() or int(writer) == os.getpid():
+                continue
+            with suppress(OSError), path.open("r+b") as stream:
+                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+
+
+def _sync(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-    stream.close()
+
+
+def _close(stream: BinaryIO) -> None:
+    with suppress(OSError):  # of what a full disk did not take
+        stream.close()
 
 
 def _as_npy(values: NDArray[np.int64]) -> bytes:

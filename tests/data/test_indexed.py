@@ -1,6 +1,8 @@
 """The token files, against Megatron-Core's own reader and writer, and against liars."""
 
 import os
+import signal
+import socket
 import struct
 from pathlib import Path
 
@@ -86,6 +88,77 @@ def test_nothing_appears_until_finish_and_nothing_stays_after_a_failure(prefix):
         assert not Path(f"{prefix}.bin").exists()
         raise KeyError
     assert list(prefix.parent.iterdir()) == []
+
+
+def _killed_while_writing(prefix, place: str) -> None:
+    """A process that is killed after its first document, or at its first or second file in place."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            writer = IndexedWriter(prefix, dtype="uint16")
+            writer.add_document([1, 2, 3])
+            calls, replace = [0], Path.replace
+
+            def replace_or_die(path, target):
+                calls[0] += 1
+                if calls[0] == {"first": 1, "second": 2}[place]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return replace(path, target)
+
+            Path.replace = replace_or_die
+            if place != "documents":
+                writer.finish(prefix_lengths=np.zeros(1, np.int64))
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("place", ["documents", "first", "second"])
+def test_the_next_writer_removes_what_a_killed_one_left(prefix, place: str):
+    _killed_while_writing(prefix, place)
+    assert any(".tmp-" in path.name for path in prefix.parent.iterdir())
+    write(prefix, [[7]])
+    assert {path.name for path in prefix.parent.iterdir()} == {
+        f"{prefix.name}.{suffix}" for suffix in ("bin", "idx", "manifest.json")
+    }
+    assert read_all(IndexedDataset(prefix)) == [[7]]
+
+
+def test_files_of_living_writers_of_other_corpora_and_of_other_machines_stay(prefix):
+    """The living one is another process: a lock does not keep a file from the process that holds it."""
+    host, dead = socket.gethostname(), 2**22 + 1  # beyond the largest number of a process
+    others = [
+        f"{prefix.name}.bin.tmp-another{host}-{dead}",
+        f"{prefix.name}2.bin.tmp-{host}-{dead}",
+        f"{prefix.name}.bin.tmp-{host}-mine",
+        f"{prefix.name}.bin.tmp{dead}",
+    ]
+    for name in others:
+        (prefix.parent / name).touch()
+    (prefix.parent / f"{prefix.name}.idx.tmp-{host}-{dead}").touch()
+    ready, go_on = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            with IndexedWriter(prefix, dtype="uint16") as writer:
+                writer.add_document([1, 2, 3])
+                os.write(ready[1], b".")
+                os.read(go_on[0], 1)
+                writer.finish()
+            code = 0
+        finally:
+            os._exit(code)
+    os.read(ready[0], 1)
+    write(prefix, [[7]])
+    found = {path.name for path in prefix.parent.iterdir() if ".tmp" in path.name}
+    os.write(go_on[1], b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert found == {*others, f"{prefix.name}.bin.tmp-{host}-{pid}"}
+    assert read_all(IndexedDataset(prefix)) == [[1, 2, 3]]
+    for end in (*ready, *go_on):
+        os.close(end)
 
 
 def test_a_failed_rewrite_leaves_the_old_corpus_readable(prefix):

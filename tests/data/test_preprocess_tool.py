@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -224,7 +225,8 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_corpus_alone(tmp_path, cap
     run(*command)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     # What the tool writes goes to a device that is always full.
-    (tmp_path / f"o_text_document.{suffix}.tmp{os.getpid()}").symlink_to("/dev/full")
+    name = f"o_text_document.{suffix}.tmp-{socket.gethostname()}-{os.getpid()}"
+    (tmp_path / name).symlink_to("/dev/full")
     write_jsonl(path, [{"text": "de"}])
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
