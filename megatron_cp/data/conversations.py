@@ -20,7 +20,7 @@ from megatron_cp.data.chat import ROLES, ChatFormat, Conversation, Message
 from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.supervision import write_supervision
-from megatron_cp.data.text_files import with_unique_keys
+from megatron_cp.data.text_files import has_lone_surrogate, with_unique_keys
 from megatron_cp.data.tokenizer import Tokenizer
 
 Span = tuple[int, int]
@@ -54,7 +54,7 @@ def _conversations_of_line(line: bytes, where: str) -> Iterator[Conversation]:
         raise ValueError(f'{where} must be {{"messages": [...]}} with at least one message')
     if tools is not None and not _are_objects(tools):
         raise ValueError(f"{where} has tools that are no list of JSON schemas; repair it")
-    if b"\\u" in line and _has_lone_surrogate(record):
+    if b"\\u" in line and has_lone_surrogate(record):
         raise ValueError(f"{where} holds a lone surrogate, which is no text; repair it")
     current: list[Message] = []
     for place, message in enumerate(messages):
@@ -115,21 +115,13 @@ def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
         arguments = json.loads(arguments, object_pairs_hook=with_unique_keys)
     if not isinstance(arguments, dict):
         raise ValueError("arguments that are no object")
-    if _has_lone_surrogate(arguments):  # which their text could still hide
+    if has_lone_surrogate(arguments):  # which their text could still hide
         raise ValueError("arguments with a lone surrogate, which is no text")
     return {**call, "arguments": arguments}
 
 
 def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, dict) for one in value)
-
-
-def _has_lone_surrogate(record: Any) -> bool:
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def tokenize_conversation(

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_cp.data.text_files import has_lone_surrogate
+
 _NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _OF_A_MODEL = ("extra_special_tokens", "model_specific_special_tokens")  # objects by name
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -23,7 +25,8 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def read_special_tokens(folder: Path) -> dict[str, Any]:
     """Returns tokenizer_config.json of a folder; special tokens that it does not name from special_tokens_map.json.
 
-    Raises ValueError for a file that is no JSON object, or whose end or padding token is of another type.
+    Raises ValueError for a file that is no JSON object, or holds what is no text, or whose end or padding token is of
+    another type.
     """
     named = _read_config(folder / "special_tokens_map.json")
     config = _read_config(folder / "tokenizer_config.json")
@@ -39,6 +42,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON ({error}); repair or remove it") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} is no JSON object; repair or remove it")
+    if has_lone_surrogate(config):
+        raise ValueError(f"{path} holds a lone surrogate, which is no text; repair it")
     for name in ("eos_token", "pad_token"):  # another token would be taken in their place
         value = config.get(name)
         if value not in (None, "") and not content_of(value):

@@ -37,6 +37,15 @@ def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def has_lone_surrogate(value: object) -> bool:
+    """Whether a value of JSON holds half a character, which JSON may escape and no encoding of Unicode has."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 class TextInputs:
     """An iterable of {field: text} over all documents of `paths`, in a fixed order.
 

@@ -88,6 +88,8 @@ def test_the_end_token_may_stand_in_the_map_of_special_tokens(bpe_file, tmp_path
         ({"eos_token": 1}, "has eos_token=1, it must be a string"),
         ({"eos_token": {"content": 1}}, "has eos_token={'content': 1}, it must be a string"),
         ({"pad_token": True}, "has pad_token=True, it must be a string"),
+        ({"eos_token": "<\ud800>"}, "holds a lone surrogate"),
+        ({"chat_template": "\udfff"}, "holds a lone surrogate"),
     ],
 )
 def test_a_configuration_of_other_types_is_refused(bpe_file, tmp_path, name, config, message):
