@@ -254,17 +254,68 @@ def test_no_wandb_means_no_wandb(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_gets_values_by_iteration_and_by_samples():
-    points = []
-    add = lambda *point: points.append(point)  # noqa: E731
-    writer = types.SimpleNamespace(add_scalar=add, close=lambda: None)
-    Tracker(writer=writer).log(3, {"lm loss": 2.0}, samples=12)
-    assert points == [("lm loss", 2.0, 3), ("lm loss vs samples", 2.0, 12)]
+class EventFiles:
+    """What tensorboard shows of the points that writers sent to folders.
+
+    A writer that begins with a step to purge hides points of that step and behind, of every curve of its folder.
+    """
+
+    def __init__(self):
+        self.shown: dict[str, list[tuple[str, float, int]]] = {}
+
+    def open(self, *, log_dir, purge_step, max_queue):
+        points = self.shown.setdefault(log_dir, [])
+        if purge_step is not None:
+            points[:] = [point for point in points if point[2] < purge_step]
+        add = lambda *point: points.append(point)  # noqa: E731
+        nothing = lambda *given: None  # noqa: E731
+        return types.SimpleNamespace(add_scalar=add, add_text=nothing, close=nothing)
+
+    def curves(self) -> dict[str, dict[int, list[float]]]:
+        found: dict[str, dict[int, list[float]]] = {}
+        for key, value, step in (point for points in self.shown.values() for point in points):
+            found.setdefault(key, {}).setdefault(step, []).append(value)
+        return found
+
+
+def _log_steps(folder, first: int, last: int, value: float, *flags: str) -> None:
+    """A run of four packs a step that goes on behind the step before the first."""
+    config = parse_arguments([*RUN_WITH_WANDB, "--tensorboard-dir", str(folder), *flags], {})
+    tracker = Tracker(writer=start_tensorboard(config, first - 1, 4 * (first - 1)))
+    for step in range(first, last + 1):
+        tracker.log(step, {"lm loss": value}, samples=4 * step)
+    tracker.finish({})
+
+
+def test_a_run_that_goes_on_shows_each_step_once_in_tensorboard(tmp_path, monkeypatch):
+    files = EventFiles()
+    fake = types.SimpleNamespace(SummaryWriter=files.open)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    _log_steps(tmp_path, 1, 9, 2.0)
+    _log_steps(tmp_path, 5, 8, 1.0)  # its checkpoint was of step 4
+    values = {1: [2.0], 2: [2.0], 3: [2.0], 4: [2.0], 5: [1.0], 6: [1.0], 7: [1.0], 8: [1.0]}
+    by_samples = {4 * step: value for step, value in values.items()}
+    assert files.curves() == {"lm loss": values, "lm loss vs samples": by_samples}
+    _log_steps(tmp_path, 3, 2, 1.0, "--skip-train")  # evaluates the checkpoint of step 2
+    assert files.curves() == {"lm loss": values, "lm loss vs samples": by_samples}
+
+
+def test_what_wandb_takes_no_second_time_is_told(capsys):
+    before = types.SimpleNamespace(resumed=True, step=10)  # it waits for step 10
+    WandbRun(before).tell_kept_steps(4)
+    assert "wandb keeps its rows of steps 5 to 9, from before this start" in capsys.readouterr().out
+    for run, iteration in (
+        (before, 9),
+        (types.SimpleNamespace(resumed=False, step=10), 4),
+        (None, 4),
+    ):
+        WandbRun(run).tell_kept_steps(iteration)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_missing_tensorboard_is_told_with_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     config = parse_arguments([*RUN_WITH_WANDB, "--tensorboard-dir", str(tmp_path)], {})
-    assert start_tensorboard(config) is None
+    assert start_tensorboard(config, 0, 0) is None
     said = "WARNING: --tensorboard-dir is not used: pip install tensorboard\n"
     assert capsys.readouterr().err == said

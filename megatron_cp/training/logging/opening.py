@@ -39,9 +39,11 @@ def open_tracker(state: RunState, described: dict[str, Any]) -> Tracker:
     if run_dir is not None and keeps_records(config):
         with told_if_refused("the run's records"):
             files = RunFiles(run_dir, _description(state, described))
-    return Tracker(
-        wandb_run=start_wandb(config, wandb_dir), writer=start_tensorboard(config), files=files
-    )
+    wandb_run = start_wandb(config, wandb_dir)
+    if wandb_run is not None:
+        wandb_run.tell_kept_steps(state.iteration)
+    writer = start_tensorboard(config, state.iteration, state.consumed_samples)
+    return Tracker(wandb_run=wandb_run, writer=writer, files=files)
 
 
 def _description(state: RunState, described: dict[str, Any]) -> dict[str, Any]:

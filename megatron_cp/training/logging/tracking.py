@@ -6,6 +6,7 @@ One rank sends them: the last, which holds the loss. wandb is logged whether or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_cp.training.config import TrainConfig
@@ -21,9 +22,13 @@ class Tracker:
     """
 
     def __init__(
-        self, *, wandb_run: WandbRun | None = None, writer: Any = None, files: Any = None
+        self,
+        *,
+        wandb_run: WandbRun | None = None,
+        writer: TensorboardFiles | None = None,
+        files: Any = None,
     ) -> None:
-        """The sinks: a wandb run, a tensorboard writer, `records.RunFiles`; each may be None."""
+        """The sinks: a wandb run, `TensorboardFiles`, `records.RunFiles`; each may be None."""
         self._wandb, self._writer, self._files = wandb_run, writer, files
         self._is_refused = False
 
@@ -38,10 +43,7 @@ class Tracker:
             self._wandb.log(numbers, iteration)
         if self._writer is not None:
             try:
-                for key, value in numbers.items():
-                    self._writer.add_scalar(key, value, iteration)
-                    if samples is not None:
-                        self._writer.add_scalar(f"{key} vs samples", value, samples)
+                self._writer.log(numbers, iteration, samples)
             except OSError as problem:  # its thread's, which has ended then
                 self._writer = None
                 warn(f"tensorboard's files could not be written: {problem}; it gets no more")
@@ -101,8 +103,31 @@ class Tracker:
             self._wandb.finish()
 
 
-def start_tensorboard(config: TrainConfig) -> Any:
-    """Returns a tensorboard writer where `--tensorboard-dir` is given; otherwise None.
+class TensorboardFiles:
+    """What tensorboard reads: values by iteration, and in a folder below by samples.
+
+    A run that goes on hides what lies behind its checkpoint, as it comes again. Tensorboard hides from a step on, in
+    all curves of a folder; hence one for each kind of step.
+    """
+
+    def __init__(self, by_iteration: Any, by_samples: Any) -> None:
+        self._by_iteration, self._by_samples = by_iteration, by_samples
+
+    def log(self, numbers: Mapping[str, float], iteration: int, samples: int | None) -> None:
+        """Adds a point to each curve."""
+        for key, value in numbers.items():
+            self._by_iteration.add_scalar(key, value, iteration)
+            if samples is not None:
+                self._by_samples.add_scalar(f"{key} vs samples", value, samples)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._by_iteration.close()
+        self._by_samples.close()
+
+
+def start_tensorboard(config: TrainConfig, iteration: int, samples: int) -> TensorboardFiles | None:
+    """Returns tensorboard's files of a run that stands here, where `--tensorboard-dir` is given; otherwise None.
 
     None, with a warning, where the package is missing.
     """
@@ -114,9 +139,15 @@ def start_tensorboard(config: TrainConfig) -> Any:
     except ImportError:
         warn("--tensorboard-dir is not used: pip install tensorboard")
         return None
-    writer = SummaryWriter(
-        log_dir=options.tensorboard_dir, max_queue=options.tensorboard_queue_size
+    # An evaluation beside a training leaves its curves as they are.
+    first_hidden = (None, None) if config.steps.skip_train else (iteration + 1, samples + 1)
+    folder = Path(options.tensorboard_dir)
+    by_iteration, by_samples = (
+        SummaryWriter(
+            log_dir=str(place), max_queue=options.tensorboard_queue_size, purge_step=purge_step
+        )
+        for place, purge_step in zip((folder, folder / "by_samples"), first_hidden, strict=True)
     )
     for name, value in loggable_arguments(config.arguments).items():
-        writer.add_text(name, str(value))
-    return writer
+        by_iteration.add_text(name, str(value))
+    return TensorboardFiles(by_iteration, by_samples)

@@ -17,7 +17,7 @@ from urllib.parse import urlparse
 from megatron_cp.loggable_text import loggable_text
 from megatron_cp.training import exit_signal
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.logging.lines import warn
+from megatron_cp.training.logging.lines import print_rank_last, warn
 from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.spikes import GradientSpikes
 
@@ -84,6 +84,15 @@ class WandbRun:
         """What wandb calls the run; None where it has stopped working."""
         run_id = getattr(self._run, "id", None)
         return None if run_id is None else str(run_id)
+
+    def tell_kept_steps(self, iteration: int) -> None:
+        """Says which steps behind `iteration` wandb has from before and takes no second time: it drops their rows."""
+        resumed, newest = getattr(self._run, "resumed", False), getattr(self._run, "step", 0) - 1
+        if resumed and newest > iteration:
+            print_rank_last(
+                f" note: wandb keeps its rows of steps {iteration + 1} to {newest}, from before this start, and takes "
+                "none for them again; the records of --run-dir have those of this start"
+            )
 
     def log(self, numbers: Mapping[str, float], iteration: int) -> None:
         """One row of metrics; a gradient norm in it that stands out is an alert too."""
