@@ -19,6 +19,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.device_memory import copy_to
 
 
@@ -51,10 +52,10 @@ class LocalBatch:
     """Tokens that count in the loss, over all ranks of the context group."""
 
 
-def context_group(planned: Any) -> Any:
+def context_group(planned: PlannedBatch) -> Any:
     """Returns the group over which a micro-batch is planned: this replica's context ranks, or those of all replicas.
 
-    `planned` is a `data.batch.PlannedBatch`; every rank of a group has one of the same kind. No collective.
+    Every rank of a group has one of the same kind. No collective.
     """
     if planned.spans_replicas:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -62,14 +63,13 @@ def context_group(planned: Any) -> Any:
 
 
 def local_batch(
-    planned: Any, cp_rank: int, device: torch.device | str, *, cp_group: Any = None
+    planned: PlannedBatch, cp_rank: int, device: torch.device | str, *, cp_group: Any = None
 ) -> LocalBatch:
     """Returns the rows that rank `cp_rank` owns; labels and loss mask are dispatched like the tokens.
 
-    `planned` is a `data.batch.PlannedBatch`, or anything with its `batch` and `plans`. Labels are shifted in
-    the pack, before dispatch, so no neighbour's token is needed at the edge of a shard. Padding at the tail
-    gets token, label, position and loss mask 0. Attention runs over `cp_group`; None means the layer's own.
-    No collective: each rank cuts its own share.
+    Labels are shifted in the pack, before dispatch, so no neighbour's token is needed at the edge of a shard.
+    Padding at the tail gets token, label, position and loss mask 0. Attention runs over `cp_group`; None means the
+    layer's own. No collective: each rank cuts its own share.
     """
     batch, plan = planned.batch, planned.plans["full"]
     rows = np.asarray(plan.global_from_local)[cp_rank]
@@ -82,7 +82,7 @@ def local_batch(
             planned.plans,
             cp_rank,
             device,
-            position_ids=getattr(batch, "rope_positions", batch.position_ids),
+            position_ids=batch.rope_positions,
             cp_group=cp_group,
         ),
         num_loss_tokens=int(batch.loss_mask.sum()),

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.mcore import program
+from megatron_cp.mcore.validation import balances_samples
 
 Source = Literal["none", "cu_seqlens", "positions", "mask", "eod", "batch"]
 
@@ -110,8 +111,8 @@ def _check_samples_are_not_balanced(args: Namespace, name: str) -> None:
     Its layers part them again, which they cannot where a plan has dealt the rows: the loss would be one of all samples.
     """
     size = getattr(args, "micro_batch_size", None) or 1
-    kinds = getattr(args, "moe_router_load_balancing_type", None)
-    if size > 1 and getattr(args, "num_experts", None) and "seq_aux_loss" in str(kinds):
+    if size > 1 and balances_samples(args):
+        kinds = args.moe_router_load_balancing_type
         raise NotImplementedError(
             f"--{name.replace('_', '-')} with --micro-batch-size {size} and --moe-router-load-balancing-type {kinds}, "
             "which balances each sample: the samples are one sequence here; give --micro-batch-size 1 and the same "

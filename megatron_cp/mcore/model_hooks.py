@@ -20,6 +20,7 @@ from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.cut import params_of_documents, params_on
 from megatron_cp.mcore.documents import current_rule, find_documents
 from megatron_cp.mcore.rope import install_position_rotary
+from megatron_cp.mcore.validation import balances_samples
 
 _LOOKED_AT = "_megatron_cp_looked_at"  # attribute of a model
 _MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
@@ -65,8 +66,8 @@ def _check_samples(config: Any, num_samples: int) -> None:
     """Refuses what would take the columns of the batch for samples: they are pieces of one stream."""
     if num_samples == 1:
         return
-    kinds = getattr(config, "moe_router_load_balancing_type", None)
-    if getattr(config, "num_moe_experts", None) and "seq_aux_loss" in str(kinds):
+    if balances_samples(config):
+        kinds = config.moe_router_load_balancing_type
         raise NotImplementedError(
             f"{num_samples} samples of documents in a micro-batch with moe_router_load_balancing_type={kinds!r}, which "
             "balances each sample; give --micro-batch-size 1 and the same --global-batch-size"

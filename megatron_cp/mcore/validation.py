@@ -252,16 +252,14 @@ def _balancing(settings: Any) -> list[str]:
     return [kinds] if isinstance(kinds, str) else list(kinds)
 
 
-def check_samples(config: Any, num_samples: int, cp_size: int) -> None:
-    """Returns if experts are not balanced sample by sample on rows that mix the samples.
+def balances_samples(settings: Any) -> bool:
+    """Returns whether a TransformerConfig, or arguments, have experts that are balanced sample by sample."""
+    return _has_experts(settings) and "seq_aux_loss" in _balancing(settings)
 
-    Raises:
-        NotImplementedError: where they would be: a plan deals the rows of all samples of a
-            micro-batch to the context ranks, and Megatron takes each rank's rows in turn for a sample.
-    """
-    if num_samples == 1 or cp_size == 1 or not _has_experts(config):
-        return
-    if "seq_aux_loss" in _balancing(config):
+
+def check_samples(config: Any, num_samples: int, cp_size: int) -> None:
+    """Raises NotImplementedError where Megatron would take rows of several samples in turn for one, and balance it."""
+    if num_samples > 1 and cp_size > 1 and balances_samples(config):
         raise NotImplementedError(
             f"moe_router_load_balancing_type='seq_aux_loss' with {num_samples} samples in a "
             f"micro-batch and context_parallel_size={cp_size}: the rows of a rank are not sorted by "

@@ -144,15 +144,14 @@ def build_loader(
     split: Split,
     dp_rank: int,
     dp_size: int,
-) -> PackedLoader | None:
-    """Returns the loader of a split for this data-parallel rank; None where the split is empty.
+) -> PackedLoader:
+    """Returns the loader of a split that has documents, for this data-parallel rank.
 
     Training packs are shuffled and built by workers; evaluation reads its packs in order, the same
     ones every time.
     """
     documents = data.splits[split]
-    if documents is None:
-        return None
+    assert documents is not None
     is_train = split == "train"
     options = config.data
     samples = data.samples.get(split)
@@ -232,7 +231,6 @@ def check_first_batch(config: TrainConfig, data: RunData, request: PlanRequest) 
     loader = build_loader(
         inline, data, request, split="train", dp_rank=0, dp_size=config.parallel.data_parallel_size
     )
-    assert loader is not None
     plan = next(loader).plans["full"]
     loader.close()
     check_padding(config.namespace(), plan.tokens_per_rank * plan.cp_size, plan.num_tokens)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -248,7 +249,6 @@ def show_plans(config: TrainConfig, data: RunData, request: PlanRequest) -> None
     loader = datasets.build_loader(
         config, data, request, split="train", dp_rank=0, dp_size=replicas
     )
-    assert loader is not None
     for number in range(config.steps.plan_batches):
         if exit_signal.arrived():
             break
@@ -297,15 +297,14 @@ def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> 
         "dp_rank": parallel_state.get_data_parallel_rank(),
         "dp_size": config.parallel.data_parallel_size,
     }
-    train = datasets.build_loader(config, data, request, split="train", **place)
-    assert train is not None
+    load = partial(datasets.build_loader, config, data, request, **place)
+    train = load(split="train")
     if not config.steps.eval_iters:
         return Loaders(train, None, None)
     if empty := [name for name in SPLITS if data.splits[name] is None]:
         print_rank_0(f"> no token in {' and '.join(empty)}: nothing is evaluated there")
-    valid = datasets.build_loader(config, data, request, split="valid", **place)
-    test = datasets.build_loader(config, data, request, split="test", **place)
-    return Loaders(train, valid, test)
+    valid = None if "valid" in empty else load(split="valid")
+    return Loaders(train, valid, None if "test" in empty else load(split="test"))
 
 
 def _resume(state: RunState, loader: PackedLoader, data: RunData) -> None:

@@ -21,6 +21,10 @@ class Pack:
     position_ids: np.ndarray
     lengths: tuple[int, ...]
 
+    @property
+    def rope_positions(self) -> np.ndarray:
+        return self.position_ids
+
 
 def endless_packs(is_packed: bool):
     """Endless packs: counting sequences of random start and step; odd lengths when packed."""

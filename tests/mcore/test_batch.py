@@ -24,6 +24,7 @@ def make_planned(cp: int) -> SimpleNamespace:
         labels=np.arange(101, 101 + total),
         loss_mask=(np.arange(total) % 3 > 0).astype(np.float32),
         position_ids=np.concatenate([np.arange(length) for length in LENGTHS]),
+        rope_positions=np.concatenate([np.arange(length) for length in LENGTHS]),
     )
     plan = make_plan(packed.documents(LENGTHS), cp, CPConfig(chunk_size=2, topology="cpu"))
     return SimpleNamespace(batch=batch, plans={"full": plan})
