@@ -19,6 +19,7 @@ from megatron_cp.report.figures.packs import (
     volume_words,
 )
 from megatron_cp.report.figures.planners import (
+    bound_tile,
     comparison_tiles,
     machine_words,
     planner_table,
@@ -85,7 +86,7 @@ def _tiles(run: DryRun, packs: list[PackView]) -> list[Tile]:
             True,
         ),
         *comparison_tiles(mine, run.outcomes),
-        Tile("Over the bound", f"{mine.gap:.2f} ×", "1 = no plan can be predicted faster", True),
+        bound_tile(mine, run.config.topology),
         Tile("Balance, max / mean area", f"{mine.imbalance:.3f}", over),
         _volume_tile(packs),
         Tile(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_cp.config import CPConfig, Topology
+from megatron_cp.plan.explain import over_bound
 from megatron_cp.plan.hardware.speeds import known_speeds
 from megatron_cp.plan.hardware.topology import get_topology
 from megatron_cp.plan.study.compare import Outcome, best_other
@@ -118,6 +119,15 @@ def comparison_tiles(ours: Outcome, outcomes: Sequence[Outcome]) -> list[Tile]:
         for label, other in baselines
         if other is not None and other is not ours
     ]
+
+
+def bound_tile(ours: Outcome, topology: str | Topology) -> Tile:
+    """Returns the tile of what no plan could save."""
+    over = over_bound(ours.predicted_ms, ours.bound_ms, topology)
+    said = "1 = no plan can be predicted faster"
+    if over.endswith("ms"):
+        said = "the bound is less than a message costs"
+    return Tile("Over the bound", over.replace("x", "×"), said, True)
 
 
 def comparisons(ours: Outcome, outcomes: Sequence[Outcome], times: str = "x") -> list[str]:

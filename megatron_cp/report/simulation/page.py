@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 
+from megatron_cp.config import Topology
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.hardware.play import Simulation
 from megatron_cp.plan.hardware.simulate import simulate_pass
@@ -16,6 +17,7 @@ from megatron_cp.report.draw.svg import Markup, plain, short_tokens, tag
 from megatron_cp.report.figures.packs import communication_figure
 from megatron_cp.report.figures.plan import heat_maps
 from megatron_cp.report.figures.planners import (
+    bound_tile,
     comparison_tiles,
     links_words,
     planner_table,
@@ -46,7 +48,7 @@ def simulation_page(study: Study, command: str) -> Markup:
     refused = (
         f"Planner {step.ours.planner} has no plan on {step.cp_size} ranks: {step.ours.refusal}"
     )
-    overview = note(refused) if step.ours.refusal else strip(_tiles(step))
+    overview = note(refused) if step.ours.refusal else strip(_tiles(step, study.config.topology))
     sections = [Section("overview", "Overview", [overview])]
     if len(study.steps) > 1:
         sections.append(Section("scaling", "Time against ranks", [row(_scaling(study))]))
@@ -120,7 +122,7 @@ def _pictured(step: Step) -> list[AttentionPlan]:
     return [plan for plan in shown.values() if plan is not None]
 
 
-def _tiles(step: Step) -> list[Tile]:
+def _tiles(step: Step, topology: str | Topology) -> list[Tile]:
     ours = step.ours
     return [
         Tile(
@@ -130,7 +132,7 @@ def _tiles(step: Step) -> list[Tile]:
             True,
         ),
         *comparison_tiles(ours, step.outcomes),
-        Tile("Over the bound", f"{ours.gap:.2f} ×", "1 = no plan can be faster", True),
+        bound_tile(ours, topology),
         Tile("Balance", f"{ours.imbalance:.3f}", "largest over mean area"),
         Tile("Volume", f"{ours.volume_mean:.2f}", "mean inbound, a rank's query rows, forward"),
     ]
