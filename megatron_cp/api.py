@@ -138,6 +138,10 @@ def cp_attention(  # noqa: PLR0913  the public signature
 
 
 def _expansion(expand: Expand, latent: Tensor, v: Tensor | None, plan: AttentionPlan) -> Expansion:
+    if not callable(expand):
+        raise TypeError(
+            f"expand={expand!r} is {type(expand).__name__}; it must be a function of latent rows that returns (k, v)"
+        )
     if v is not None:
         raise ValueError(
             "v is given beside expand=...; pass None: values are made of the latent rows"

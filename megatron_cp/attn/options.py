@@ -151,18 +151,24 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 def as_number(name: str, value: object) -> float:
     """Returns a setting as a float. Raises TypeError for what is no number, a tensor too: it would get no gradient."""
-    if not isinstance(value, Real):
+    if isinstance(value, Tensor):
         raise TypeError(
             f"{name} is {type(value).__name__}; it must be a number, as a tensor would get no gradient: give a float, "
             "and multiply q by a scale that is learned"
         )
+    if not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be a number")
     return float(value)
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Raises TypeError for what is no tensor, or one of all ranks."""
+    """Raises TypeError for what is no tensor, not a dense one, or one of all ranks."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; it must be a torch.Tensor")
+    if x.layout is not torch.strided:
+        raise TypeError(
+            f"{name} has layout {x.layout}; it must be a dense tensor: {name}.to_dense()"
+        )
     if type(x) is not Tensor and hasattr(x, "to_local"):
         raise TypeError(
             f"{name} is {type(x).__name__}, a tensor of all ranks; it must be a plain torch.Tensor of what belongs to "

@@ -189,6 +189,7 @@ class AttentionMask:
         return AttentionMask(self.num_queries, self.num_keys, rows)
 
     def __or__(self, other: "AttentionMask") -> "AttentionMask":
+        self._check_same_grid(other)
         # The parts of either mask may be kept whole; fewer slices are cheaper for all that follows.
         choices = [(self, other - self), (other, self - other)]
         whole, rest = min(choices, key=lambda choice: choice[0].num_slices + choice[1].num_slices)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_cp.plan.explain import explain
-from megatron_cp.plan.schema import PassName, PlanData
+from megatron_cp.plan.schema import PASSES, PassName, PlanData
 from megatron_cp.plan.stats import pass_stats
 from megatron_cp.plan.validation import validate
 
@@ -21,6 +21,8 @@ class AttentionPlan(PlanData):
 
     def stats(self, pass_name: PassName = "forward") -> dict[str, float]:
         """Returns the figures of one pass, counted from the plan itself; see `plan/stats.py`."""
+        if pass_name not in PASSES:
+            raise ValueError(f"pass_name={pass_name!r} must be 'forward' or 'backward'")
         return pass_stats(self, pass_name)
 
     def explain(self) -> str:

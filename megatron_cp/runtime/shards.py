@@ -6,7 +6,7 @@ cross attention queries and keys are other tokens, which lie elsewhere: there `s
 """
 
 import math
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -312,7 +312,12 @@ def _check_length(x: Tensor, expected: int, dim: int, name: str) -> None:
 
 
 def _check_padding(dtype: torch.dtype, value: float) -> None:
-    """Raises ValueError for a number that whole numbers of `dtype` lack: torch makes 156 of -100 in uint8, a label."""
+    """Raises TypeError for what is no number, ValueError for one that whole numbers of `dtype` lack.
+
+    torch makes 156 of -100 in uint8, a label.
+    """
+    if not isinstance(value, Real):
+        raise TypeError(f"padding_value={value!r} is {type(value).__name__}; it must be a number")
     if dtype.is_floating_point or dtype.is_complex:
         return
     low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

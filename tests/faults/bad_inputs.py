@@ -19,10 +19,9 @@ import torch
 import megatron_cp as mcp
 from megatron_cp import mask as masks
 from megatron_cp.data.indexed import IndexedDataset
-from megatron_cp.data.indexed_writer import IndexedWriter
-from megatron_cp.data.manifest import manifest_path
 from megatron_cp.data.text_files import TextInputs
 from megatron_cp.plan import make_plan, make_plans
+from tests.faults.bad_files import CHECKPOINTS, write_corpora, write_corpus
 from tests.faults.program import Launch, Outcome, run_program
 from tests.training.commands import MODEL, STEPS
 
@@ -69,64 +68,6 @@ BASE = (
     *MODEL, *STEPS, "--seq-length", "128", "--vocab-size", "512", "--num-workers", "0",
     "--split", "1,0,0", "--eval-iters", "0", "--no-wandb",
 )  # fmt: skip
-
-
-def write_corpus(
-    prefix: Path,
-    documents: list[list[int]],
-    dtype: str = "uint16",
-    facts: dict[str, object] | None = None,
-) -> Path:
-    """The prefix of a corpus; one without ``facts`` has no manifest, as Megatron's own tool leaves it."""
-    with IndexedWriter(prefix, dtype=dtype) as writer:
-        for tokens in documents:
-            writer.add_document(tokens)
-        writer.finish(facts)
-    if facts is None:
-        manifest_path(prefix).unlink()
-    return prefix
-
-
-# Folders that are no checkpoint of this run: files and what they hold.
-_DIST = {"metadata.json": '{"sharded_backend": "torch_dist"}', ".metadata": "", "common.pt": ""}
-CHECKPOINTS: dict[str, dict[str, str]] = {
-    "two-formats": {**_DIST, "mp_rank_00/model_optim_rng.pt": ""},
-    "unfinished": {"__0_0.distcp": ""},
-    "of-fsdp": {".metadata": ""},
-    "zarr": {"metadata.json": '{"sharded_backend": "zarr"}'},
-    "two-tensor-ranks": {"mp_rank_00/model_optim_rng.pt": "", "mp_rank_01/model_optim_rng.pt": ""},
-    "two-stages": {
-        "mp_rank_00_000/model_optim_rng.pt": "",
-        "mp_rank_00_001/model_optim_rng.pt": "",
-    },
-    "half": {"mp_rank_00_001/model_optim_rng.pt": ""},
-    "cut-manifest": {**_DIST, "megatron_cp.json": "{"},
-}
-
-
-def write_checkpoints(folder: Path) -> None:
-    """The folders that cases of the program load, and a tracker that is none."""
-    for name, files in CHECKPOINTS.items():
-        for file, text in files.items():
-            path = folder / name / "iter_0000005" / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        (folder / name / "latest_checkpointed_iteration.txt").write_text("5")
-
-
-def write_corpora(folder: Path) -> None:
-    """The corpora and checkpoints that cases of the program name."""
-    write_checkpoints(folder / "checkpoints")
-    good = [[(7 * i + j) % 512 for j in range(40 + i)] for i in range(40)]
-    write_corpus(folder / "good", good)
-    write_corpus(folder / "other", good[::-1])
-    made_by = {"tokenizer": {"vocab_size": 512, "class": "HuggingFaceTokenizer"}, "eod": 0}
-    write_corpus(folder / "of-another-tokenizer", good, facts=made_by)
-    write_corpus(folder / "large-ids", [[*tokens, 600] for tokens in good])
-    write_corpus(folder / "empty", [[], [], []])
-    write_corpus(folder / "single-tokens", [[token] for token in range(300)])
-    short = write_corpus(folder / "short", good)
-    Path(f"{short}.bin").write_bytes(Path(f"{short}.bin").read_bytes()[:-10])
 
 
 def _lie(offset: int, form: str, value: object) -> Callable[[Path], object]:
@@ -200,6 +141,8 @@ LIBRARY = (
     LibraryCase(MASK, "`cu_seqlens` that fall", _of(lambda: masks.from_cu_seqlens([0, 5, 3])), ("cu_seqlens[2]=3",)),
     LibraryCase(MASK, "`cu_seqlens` that do not start at 0", _of(lambda: masks.from_cu_seqlens([1, 4])), ("begins with 1",)),
     LibraryCase(MASK, "NaN in `cu_seqlens`", _of(lambda: masks.from_cu_seqlens([0, NAN, 3])), ("dtype float64", "integer")),
+    LibraryCase(MASK, "the union of a mask and a number", _of(lambda: masks.causal(4) | 5), ("int", "AttentionMask"), TypeError),
+    LibraryCase(PLAN, "figures of a pass that there is not", _of(lambda: make_plan(masks.causal(8), 2).stats("fwd")), ("'fwd'", "'forward' or 'backward'")),
     LibraryCase(PLAN, "no token at all", _of(lambda: make_plan(masks.causal(0), 2)), ("(0, 0)", "at least one token")),
     LibraryCase(PLAN, "masks of one family that are not square", _of(lambda: make_plans({"a": (masks.full(4, 5), 1)}, 2)), ("(4, 5)", "square", "queries=plan")),
     LibraryCase(PLAN, "cross attention by a scheme for self attention", _of(lambda: make_plan(masks.full(8, 4), 2, mcp.CPConfig(planner="ring"))), ("'ring'", "'auto'")),
@@ -220,6 +163,11 @@ LIBRARY = (
     LibraryCase(ATTN, "the GPU kernels on a CPU tensor", _attend(backend="hopper"), ("'hopper'", "cpu"), NotImplementedError),
     LibraryCase(ATTN, "`softmax_scale=nan`", _attend(softmax_scale=NAN), ("nan", "finite")),
     LibraryCase(ATTN, "a learned `softmax_scale`", _attend(softmax_scale=torch.nn.Parameter(torch.ones(()))), ("softmax_scale is Parameter", "multiply q"), TypeError),
+    LibraryCase(ATTN, "`softmax_scale` as text", _attend(softmax_scale="0.125"), ("'0.125' is str", "number"), TypeError),
+    LibraryCase(ATTN, "`softcap=None`", _attend(softcap=None), ("softcap=None", "number"), TypeError),
+    LibraryCase(ATTN, "a sparse tensor", _attend(q=torch.zeros(8, 4, 16).to_sparse()), ("torch.sparse_coo", "q.to_dense()"), TypeError),
+    LibraryCase(ATTN, "padding as text", _of(lambda: mcp.dispatch(torch.zeros(8), make_plan(masks.causal(8), 1), None, padding_value="-100")), ("'-100' is str", "number"), TypeError),
+    LibraryCase(ATTN, "a number that is to make keys and values", _of(lambda: mcp.cp_attention(torch.zeros(8, 2, 8), torch.zeros(8, 4), None, make_plan(masks.causal(8), 1), None, expand=3)), ("expand=3 is int", "function"), TypeError),
     LibraryCase(ATTN, "a list for a tensor", _attend(q=[0.0]), ("q is list", "torch.Tensor"), TypeError),
     LibraryCase(ATTN, "no mask", _attend(mask=None), ("mask=None is a NoneType", "AttentionMask"), TypeError),
     LibraryCase(ATTN, "no plan", _of(lambda: mcp.dispatch(torch.zeros(8), None, None)), ("plan is NoneType", "make_plan"), TypeError),

@@ -7,6 +7,7 @@ import torch
 
 import megatron_cp as mcp
 from megatron_cp import mask as masks
+from tests.faults.bad_files import write_corpora
 from tests.faults.bad_inputs import (
     BASE,
     LIBRARY,
@@ -16,7 +17,6 @@ from tests.faults.bad_inputs import (
     ProgramCase,
     answer_of,
     page,
-    write_corpora,
 )
 from tests.faults.program import Launch, Outcome, run_program
 

@@ -13,7 +13,8 @@ from megatron_cp.data.indexed import IndexedDataset
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.packing import Packer, PackingConfig
 from tests.data import corpora
-from tests.faults.bad_inputs import BASE, write_corpus
+from tests.faults.bad_files import write_corpus
+from tests.faults.bad_inputs import BASE
 from tests.faults.program import Launch, run_program
 from tests.mcore.tiny_gpt import Case, parallel_state
 from tests.ranks import run_on_ranks
