@@ -57,7 +57,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Megatron-LM's flags of the same tool, plus folders, patterns, prefixes and BPE training."""
     parser = ToolParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     group = parser.add_argument_group("input")
-    group.add_argument("--input", nargs="+", type=Path, required=True, help="files and folders")
+    group.add_argument("--input", nargs="+", required=True, help="files and folders")
     group.add_argument("--json-keys", nargs="+", default=["text"], help="fields of a JSON line")
     group.add_argument("--prefix-json-key", help="field that stands before the text as its prefix")
     group.add_argument("--patterns", default="*", help='names in folders, "*.py,*.md"')
@@ -97,10 +97,39 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         if getattr(arguments, name) < 1:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} {getattr(arguments, name)} must be at least 1")
+    _check_places(parser, arguments)
     _check_learning(parser, arguments)
 
 
+def _check_places(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuses what names no place, another machine's, or one twice."""
+    for flag, places in (
+        ("--input", arguments.input),
+        ("--output-prefix", [arguments.output_prefix]),
+    ):
+        for place in places:
+            if not place:
+                parser.error(f"{flag} is given an empty word; give a place on this machine")
+            if "://" in place:
+                parser.error(
+                    f"{flag} {place} is a URL; only files of this machine are read and written"
+                )
+    arguments.input = [Path(place) for place in arguments.input]
+    real = [path.resolve() for path in arguments.input]
+    if twice := [
+        path for path, one in zip(arguments.input, real, strict=True) if real.count(one) > 1
+    ]:
+        parser.error(
+            f"--input names {twice[0]} twice, and would write its documents twice; name it once"
+        )
+
+
 def _check_learning(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    special = arguments.tokenizer_special_tokens or []
+    if "" in special or len({*special}) < len(special):
+        parser.error(
+            f"--tokenizer-special-tokens {special} must be different words, none of them empty"
+        )
     if not arguments.train_bpe:
         if arguments.tokenizer_special_tokens and arguments.tokenizer_type != "TikTokenizer":
             parser.error("--tokenizer-special-tokens is for TikTokenizer or --train-bpe; drop it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _CHANGES_NOTHING = """
     use_cache use_return_dict vocab_padding
 """
 CHANGES_NOTHING = frozenset(_CHANGES_NOTHING.split())
+_MOST_LAYERS = 10_000  # far more than any model has
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -49,12 +51,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 def family_of(config: Config) -> Family:
     """Returns the family that `model_type` names. Raises ConversionError for any other."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise refuse(
             f"model_type={model_type!r} in config.json is not served; served are "
             f"{', '.join(FAMILIES)}; convert one of these"
         )
-    return FAMILIES[str(model_type)]
+    return FAMILIES[model_type]
 
 
 def arguments_of(
@@ -71,6 +73,11 @@ def arguments_of(
         ConversionError: for what is missing, unknown or not served, all reasons at once.
     """
     family = family_of(config)
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:  # each is looked for by name
+        raise refuse(
+            f"num_hidden_layers={layers} in config.json is served up to {_MOST_LAYERS}; correct it"
+        )
     arguments: Arguments = dict(family.constants)
     reasons = list(_not_served(family, config, ignored_keys))
     for setting in family.settings:
@@ -120,10 +127,18 @@ def _check_counts(arguments: Arguments) -> None:
     bad = [
         f"{name}={arguments[name]!r}"
         for name in names
-        if not isinstance(arguments[name], int) or arguments[name] <= 0
+        if not _is_number(arguments[name], int) or arguments[name] <= 0
     ]
     if bad:
         raise refuse(f"{listing(bad)} of config.json must be positive whole numbers; correct it")
+    for name in ("layernorm_epsilon", "rotary_base"):
+        value = arguments.get(name, 1)
+        if not _is_number(value, int, float) or not 0 < value < math.inf:
+            raise refuse(f"{name}={value!r} of config.json must be positive and finite; correct it")
+
+
+def _is_number(value: object, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def config_of(family: Family, arguments: Arguments) -> dict[str, Any]:

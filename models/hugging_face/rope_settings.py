@@ -19,7 +19,7 @@ def _rope(config: Config) -> tuple[int | float, str, dict[str, Any]]:
 
     Raises NotImplementedError where both are there and differ: versions of transformers take one or the other.
     """
-    newer, older = (dict(config.get(name) or {}) for name in ("rope_parameters", "rope_scaling"))
+    newer, older = (_said_by(config, name) for name in ("rope_parameters", "rope_scaling"))
     if newer and older and _scaling(newer) != _scaling(older):
         raise NotImplementedError(
             f"rope_parameters={newer} and rope_scaling={older} in config.json say different things; leave the one that "
@@ -33,6 +33,13 @@ def _rope(config: Config) -> tuple[int | float, str, dict[str, Any]]:
     kind = said.pop("rope_type", None) or said.pop("type", None) or "default"
     said.pop("type", None)
     return (int(theta) if float(theta).is_integer() else theta), kind, said
+
+
+def _said_by(config: Config, name: str) -> dict[str, Any]:
+    said = config.get(name) or {}
+    if not isinstance(said, Mapping):
+        raise ValueError(f"{name}={said!r} in config.json must be an object or null; correct it")
+    return dict(said)
 
 
 def _refuse_two(name: str, config: Config, newer: Config, older: Config) -> None:

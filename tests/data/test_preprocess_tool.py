@@ -173,6 +173,15 @@ def test_nothing_is_written_when_nothing_can_be_read(tmp_path, capsys):
         (["--tokenizer-type", "ByteLevel", "--max-document-mib", "0"], "--max-document-mib 0 must"),
         (["--tokenizer-type", "ByteLevel", "--workers", "0"], "--workers 0 must be at least 1"),
         (["--tokenizer-type", "BertWordPieceCase"], "choose from"),
+        ([*BYTES, "--output-prefix", ""], "--output-prefix is given an empty word"),
+        ([*BYTES, "--output-prefix", "s3://b/o"], "--output-prefix s3://b/o is a URL"),
+        ([*BYTES, "--input", "https://h/t.jsonl"], "--input https://h/t.jsonl is a URL"),
+        ([*BYTES, "--input", ""], "--input is given an empty word"),
+        ([*BYTES, "--input", "a/../t.txt", "./t.txt"], "--input names a/../t.txt twice"),
+        (
+            ["--tokenizer-type", "TikTokenizer", "--tokenizer-special-tokens", "<x>", "<x>"],
+            "--tokenizer-special-tokens ['<x>', '<x>'] must be different words",
+        ),
         ([], "--tokenizer-type"),
     ],
 )

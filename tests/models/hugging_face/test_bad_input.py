@@ -50,6 +50,12 @@ def change_config(folder: Path, **changes) -> None:
     ("changes", "said"),
     [
         ({"model_type": "bert"}, "model_type='bert' .* served are llama, mistral,"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\] .* served are llama, mistral,"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' in config.json must be an object"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 .* up to 10000"),
+        ({"num_hidden_layers": True}, "num_layers=True of config.json must be positive whole"),
+        ({"rms_norm_eps": None}, "layernorm_epsilon=None of config.json must be positive and"),
+        ({"rope_parameters": {"rope_theta": "nan"}}, "rotary_base='nan' of config.json must be"),
         ({"hidden_size": "REMOVE"}, "hidden_size is missing"),
         ({"hidden_size": "many"}, "'many'"),
         ({"hidden_size": 0}, "hidden_size=0"),
