@@ -1,6 +1,7 @@
 """Says of which flags Megatron-Core speaks when it refuses a model: its words name its own settings, or none.
 
-Each flag is left out in turn. Where the model is then taken, or refused in other words, the refusal hangs on that flag.
+Each flag is left out in turn. The refusal hangs on those without which the model is taken; where there is none, on
+those without which it is refused in other words.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def _flags_behind(said: str, build: Callable[[Arguments], T], arguments: Argumen
     defaults = defaults_of_flags()
     others = {name: value for name, value in arguments.items() if value != defaults.get(name)}
     names = sorted((others.keys() & defaults.keys()) - _OF_EVERY_MODEL)
-    behind = [n for n in names if _refusal(build, {**arguments, n: defaults[n]}) != said]
+    without = {n: _refusal(build, {**arguments, n: defaults[n]}) for n in names}
+    # Of two faults the first is told alone: without its flag there is still the second.
+    taken = [name for name, other in without.items() if other is None]
+    behind = taken or [name for name, other in without.items() if other != said]
     spelled = (" ".join(flags_of({name: arguments[name]})) for name in behind)
     return [flag.replace("=", " ") for flag in spelled if flag]
 
