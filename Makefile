@@ -63,7 +63,8 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 # Hundreds of programs that tests start would each compile our files again, where the caller's environment keeps none.
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)
+# Ranks are forks on the CPU, also where there are GPUs; tools/gpu_check.py is for these.
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20 $(PYTEST_ARGS)
 
 test: $(INSTALLED_DEV)
 	@$(MAKE) --no-print-directory --jobs 2 check ci-toolkits

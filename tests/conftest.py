@@ -79,6 +79,9 @@ torch.empty_like = _poisoned(torch.empty_like)
 torch.empty_strided = _poisoned(torch.empty_strided)
 torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)
 torch.set_num_threads(1)
+# Autograd counts devices in its first backward pass; if there are some, forks of this process have no backward pass,
+# and ranks are forks. Where torch is built for CUDA a fake tensor puts up a device: none is there yet.
+torch.ones(1, requires_grad=True).sum().backward()
 # Threads of programs that tests start wait asleep. Awake, two of them beside another worker take three times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 gc.disable()  # imports and a collection of tests make little garbage, and much to look through

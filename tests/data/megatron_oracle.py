@@ -8,6 +8,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from megatron_cp.mcore import triton_free
 from megatron_cp.processes import die_with_parent
 from tests.processes import HANG_SECONDS
 
@@ -33,6 +34,7 @@ def _process():
 
 
 def _run(name, args, kwargs):
+    triton_free.install()
     return _FUNCTIONS[name](*args, **kwargs)
 
 
@@ -89,16 +91,15 @@ def blending_order(weights, size):
 
 @asked_elsewhere
 def ramped_sizes(start, increment, packs, final, consumed):
-    """Returns Megatron-Core's global batch size of a ramp at each number of packs consumed."""
-    from megatron.core.num_microbatches_calculator import (
-        RampupBatchsizeNumMicroBatchesCalculator,
-    )
+    """Returns Megatron-Core's global batch size of a ramp at each number of packs consumed; None since 0.19.2."""
+    from megatron.core import num_microbatches_calculator as calculators
 
+    ramp = getattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator", None)
+    if ramp is None:
+        return None
     sizes = []
     for count in consumed:
-        calculator = RampupBatchsizeNumMicroBatchesCalculator(
-            final, 1, 1, False, 1, start, increment, packs
-        )
+        calculator = ramp(final, 1, 1, False, 1, start, increment, packs)
         calculator.update(count, consistency_check=False)
         sizes.append(calculator.get_current_global_batch_size())
     return sizes

@@ -18,7 +18,10 @@ def test_a_ramp_is_megatrons(start: int, increment: int, packs: int, final: int)
     consumed = list(range(packs + 40))
     schedule = ramp(start, increment, packs, final)
     found = [schedule.size_at(count) for count in consumed]
-    assert found == megatron_oracle.ramped_sizes(start, increment, packs, final, consumed)
+    expected = megatron_oracle.ramped_sizes(start, increment, packs, final, consumed)
+    if expected is None:
+        pytest.skip("this Megatron-Core has no ramps")
+    assert found == expected
 
 
 def test_a_ramp_without_packs_or_increments_is_no_ramp():
