@@ -201,11 +201,13 @@ def _gradients_of_one_prediction(rank, world_size, target):
             world_size,
             CPConfig(chunk_size=1, topology="cpu"),
         )
+        positions = np.concatenate([np.arange(length) for length in lengths])
         batch = SimpleNamespace(
             tokens=np.arange(total),
             labels=np.arange(1, total + 1),
             loss_mask=(np.arange(1, total + 1) == target).astype(np.float32),
-            position_ids=np.concatenate([np.arange(length) for length in lengths]),
+            position_ids=positions,
+            rope_positions=positions,
         )
         group = groups.get_context_parallel_group()
         planned = SimpleNamespace(batch=batch, plans={"full": plan})
