@@ -153,8 +153,8 @@ def as_number(name: str, value: object) -> float:
     """Returns a setting as a float. Raises TypeError for what is no number, a tensor too: it would get no gradient."""
     if isinstance(value, Tensor):
         raise TypeError(
-            f"{name} is {type(value).__name__}; it must be a number, as a tensor would get no gradient: give a float, "
-            "and multiply q by a scale that is learned"
+            f"{name} is {type(value).__name__}; it must be a number, as a tensor would get no gradient: give a float; "
+            "of a scale that is learned give 1.0, and multiply q by it"
         )
     if not isinstance(value, Real):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}; it must be a number")
