@@ -26,6 +26,18 @@ class Pack:
         return self.position_ids
 
 
+def losses(model, inputs, attention_mask=None):
+    """The output of a stage for a rank's rows; on the last one the loss of each."""
+    return model(
+        inputs.tokens,
+        inputs.position_ids,
+        attention_mask,
+        labels=inputs.labels,
+        packed_seq_params=inputs.params,
+        loss_mask=inputs.loss_mask,
+    )
+
+
 def endless_packs(is_packed: bool):
     """Endless packs: counting sequences of random start and step; odd lengths when packed."""
     random = np.random.default_rng(3)

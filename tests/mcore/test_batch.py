@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.mcore import tiny_gpt
+from tests.mcore.packs import Pack, losses
 from tests.mcore.tiny_gpt import Case, parallel_state, train
 from tests.ranks import run_on_ranks
 
@@ -153,14 +154,7 @@ def _mtp_forward_step(self, packs_of_rank, model):
     from megatron_cp.mcore.loss import make_loss_function
 
     inputs = tiny_gpt.tensors_of_pack(self.case, self.config, next(packs_of_rank), self.groups)
-    output = model(
-        inputs.tokens,
-        inputs.position_ids,
-        inputs.attention_mask,
-        labels=inputs.labels,
-        packed_seq_params=inputs.params,
-        loss_mask=inputs.loss_mask,
-    )
+    output = losses(model, inputs, inputs.attention_mask)
     return output, make_loss_function(
         inputs.loss_mask,
         per_token=self.case.per_token,
@@ -202,25 +196,19 @@ def _gradients_of_one_prediction(rank, world_size, target):
             CPConfig(chunk_size=1, topology="cpu"),
         )
         positions = np.concatenate([np.arange(length) for length in lengths])
-        batch = SimpleNamespace(
+        batch = Pack(
             tokens=np.arange(total),
             labels=np.arange(1, total + 1),
             loss_mask=(np.arange(1, total + 1) == target).astype(np.float32),
             position_ids=positions,
-            rope_positions=positions,
+            lengths=lengths,
         )
         group = groups.get_context_parallel_group()
         planned = SimpleNamespace(batch=batch, plans={"full": plan})
         local = local_batch(planned, rank, "cpu", cp_group=group)
-        losses = model(
-            local.tokens,
-            local.position_ids,
-            None,
-            labels=local.labels,
-            packed_seq_params=local.params,
-            loss_mask=local.loss_mask,
-        )
-        (losses * 0).sum().backward()  # what is left are the losses of the predictions
+        (
+            losses(model, local) * 0
+        ).sum().backward()  # what is left are the losses of the predictions
         gradient = model.embedding.word_embeddings.weight.grad
         torch.distributed.all_reduce(gradient, group=group)
         return gradient.norm(dim=1)[:total].tolist()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
-from tests.mcore.packs import Pack, planned
+from tests.mcore.packs import Pack, losses, planned
 from tests.mcore.tiny_gpt import Case, enter_megatron, parallel_state
 
 
@@ -66,14 +66,7 @@ def predictions(
             lambda module, given, out: seen.append(out[0].clone())
         )
         with torch.no_grad():
-            model(
-                local.tokens,
-                local.position_ids,
-                None,
-                labels=local.labels,
-                packed_seq_params=local.params,
-                loss_mask=local.loss_mask,
-            )
+            losses(model, local)
         assert len(seen) == 2
         return rows, seen[0][:, 0].numpy()
 

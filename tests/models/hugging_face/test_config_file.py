@@ -30,7 +30,11 @@ def test_pieces_of_a_published_model_have_as_many_elements_as_it_has_parameters(
 
 
 def test_the_files_of_deepseek_v3_have_the_elements_of_its_model_and_of_its_prediction_layer():
-    """680,571,043,840 in 8 bits and 3,918,786,560 in 16, as its page counts them; biases of 59 routers are in fp32."""
+    """The layer's own have 11.5B (README_WEIGHTS.md of the model); the joined projection and three norms come to it.
+
+    By type: 680,571,043,840 in 8 bits; in 16 bits embeddings and output layers, routers, the joined projection and
+    norms, counted by hand; biases of 59 routers in fp32.
+    """
     config = PUBLISHED["DeepSeek-V3"]
     pieces = list(pieces_of(family_of(config).weights, arguments_of(config)))
     copied = [(name, piece.num_elements) for piece in pieces for name in piece.copies]
@@ -38,6 +42,12 @@ def test_the_files_of_deepseek_v3_have_the_elements_of_its_model_and_of_its_pred
         "model.layers.61.embed_tokens.weight",
         "model.layers.61.shared_head.head.weight",
     ]
+    of_layer = (p for p in pieces if p.keys[0].startswith("mtp.layers.0.transformer_layer."))
+    assert round(sum(piece.num_elements for piece in of_layer) / 1e9, 1) == 11.5
+    width = 7168
+    tables, routers = 4 * 129280 * width, 59 * 256 * width
+    norms = 62 * (2 * width + 1536 + 512) + 4 * width
+    assert tables + routers + 2 * width * width + norms == 3_918_786_560
     elements = sum(piece.num_elements for piece in pieces) + sum(count for _, count in copied)
     assert elements == 680_571_043_840 + 3_918_786_560 + 59 * 256
 
