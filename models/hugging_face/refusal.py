@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_SHOWN = 20
+
 
 class ConversionError(ValueError):
     """A conversion that cannot be done; `reasons` are lines for the person who asked for it."""
@@ -22,7 +24,7 @@ def refuse(*reasons: str) -> ConversionError:
 
 
 def listing(names: Iterable[str]) -> str:
-    """Returns `a, b, c`: the first 20 names, and how many more there are."""
+    """Returns `a, b, c`: the first names, and how many more there are."""
     found = list(names)
-    more = f" and {len(found) - 20} more" if len(found) > 20 else ""
-    return ", ".join(found[:20]) + more
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
