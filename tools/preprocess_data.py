@@ -98,6 +98,7 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} {getattr(arguments, name)} must be at least 1")
     _check_places(parser, arguments)
+    _check_tokenizer(parser, arguments)
     _check_learning(parser, arguments)
 
 
@@ -122,6 +123,22 @@ def _check_places(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         parser.error(
             f"--input names {twice[0]} twice, and would write its documents twice; name it once"
         )
+
+
+def _check_tokenizer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuses what the tokenizer would not read: the user meant another one."""
+    kind = arguments.tokenizer_type
+    read = {
+        "tokenizer_model": kind not in ("GPT2BPETokenizer", "ByteLevel"),
+        "vocab_file": kind == "GPT2BPETokenizer",
+        "merge_file": kind == "GPT2BPETokenizer",
+        "vocab_size": kind == "TikTokenizer",
+        "tiktoken_pattern": kind == "TikTokenizer",
+    }
+    for name, is_read in read.items():
+        if getattr(arguments, name) is not None and not is_read:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} is not for --tokenizer-type {kind}; drop it, or give its type")
 
 
 def _check_learning(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

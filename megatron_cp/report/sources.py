@@ -161,7 +161,9 @@ def _numbers_in(path: Path) -> NDArray[np.float64]:
                 return np.asarray(content, dtype=np.float64)
         else:
             text = path.read_text().strip()
-            return np.array(json.loads(text) if text.startswith("[") else text.split(), float)
+            found = json.loads(text) if text.startswith("[") else text.split()
+            if not any(isinstance(number, bool) for number in found):
+                return np.array(found, float)
     except (ValueError, TypeError, OverflowError, RecursionError):
         pass  # whatever it holds, it is no list of numbers
     return np.array([np.nan])

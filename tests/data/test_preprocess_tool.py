@@ -182,6 +182,12 @@ def test_nothing_is_written_when_nothing_can_be_read(tmp_path, capsys):
             ["--tokenizer-type", "TikTokenizer", "--tokenizer-special-tokens", "<x>", "<x>"],
             "--tokenizer-special-tokens ['<x>', '<x>'] must be different words",
         ),
+        (
+            [*BYTES, "--tokenizer-model", "t.json"],
+            "--tokenizer-model is not for --tokenizer-type By",
+        ),
+        ([*BYTES, "--merge-file", "merges.txt"], "--merge-file is not for --tokenizer-type Byte"),
+        ([*BYTES, "--vocab-size", "9"], "--vocab-size is not for --tokenizer-type ByteLevel; drop"),
         ([], "--tokenizer-type"),
     ],
 )

@@ -236,10 +236,10 @@ def test_an_array_of_anything_but_lengths_is_named(capsys, tmp_path, name):
     assert f"{path} must hold whole numbers" in refusal(capsys, "--lengths", str(path))
 
 
-def test_an_empty_array_file_is_named(capsys, tmp_path):
-    path = tmp_path / "lengths.npy"
-    path.write_bytes(b"")
-    assert f"{path} must hold whole numbers" in refusal(capsys, "--lengths", str(path))
+def test_an_empty_array_file_and_truths_are_named(capsys, tmp_path):
+    for name, text in (("lengths.npy", ""), ("lengths.json", "[true, 7]")):
+        (path := tmp_path / name).write_text(text)
+        assert f"{path} must hold whole numbers" in refusal(capsys, "--lengths", str(path))
 
 
 # ------------------------------------------------------------------ pictures and traces

@@ -149,6 +149,18 @@ def test_another_model_is_refused_by_the_flag_that_differs(tmp_path, name: str):
             files.check_shape(tmp_path, SHAPE, wanted, may_add_tensors=True)
 
 
+def test_heads_that_latent_attention_does_not_read_may_be_said_otherwise(tmp_path):
+    arguments = dict.fromkeys(files.SHAPE_ARGUMENTS, 1) | {"multi_latent_attention": True}
+    saved, wanted = (
+        files.shape_of(arguments | {"kv_channels": heads, "num_query_groups": heads})
+        for heads in (1, 2)
+    )
+    files.check_shape(tmp_path, saved, wanted)
+    files.check_shape(tmp_path, saved | {"kv_channels": 1}, wanted)  # as manifests said it
+    with pytest.raises(ValueError, match="--hidden-size 1, this run has 2"):
+        files.check_shape(tmp_path, saved, wanted | {"hidden_size": 2})
+
+
 @pytest.mark.parametrize(
     ("previous", "interval", "removed"),
     [(10, None, False), (10, 10, False), (10, 20, True), (15, 10, True), (20, 7, False)],

@@ -154,6 +154,9 @@ def complete_tokenizer(args: Namespace) -> Iterator[str]:
             f"{' and '.join(given)} with --tokenizer-type {args.tokenizer_type} is not served; "
             "give --tokenizer-type GPT2BPETokenizer, which reads both, or neither file"
         )
+    kind = args.tokenizer_type
+    if args.tokenizer_model and kind in ("GPT2BPETokenizer", "ByteLevel", "NullTokenizer"):
+        args.notes.append(f"--tokenizer-model changes nothing here: {kind} does not read it")
 
 
 def complete_records(args: Namespace) -> Iterator[str]:

@@ -56,6 +56,8 @@ SHAPE_ARGUMENTS = (
 )
 
 _OF_LINEAR_LAYERS = tuple(name for name in SHAPE_ARGUMENTS if name.startswith("linear_"))
+# Latent attention has sizes of its own, which its tensors show, and does not read these.
+_OF_PLAIN_HEADS = ("num_query_groups", "kv_channels")
 
 # Of these, what decides which tensors there are, but not the shape or the meaning of the others.
 _WHICH_TENSORS = frozenset(
@@ -72,6 +74,8 @@ _SPELLED = {
 def shape_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a manifest keeps of the model: which layers are linear, however that was said, and their sizes."""
     shape = {name: arguments[name] for name in SHAPE_ARGUMENTS}
+    if arguments["multi_latent_attention"]:
+        shape |= dict.fromkeys(_OF_PLAIN_HEADS)
     pattern = linear_layers_of(arguments)
     if not any(pattern):
         return shape | dict.fromkeys(_OF_LINEAR_LAYERS)
@@ -289,6 +293,8 @@ def check_shape(
     """
     for name in SHAPE_ARGUMENTS:
         if may_add_tensors and name in _WHICH_TENSORS:
+            continue
+        if name in _OF_PLAIN_HEADS and None in (saved.get(name), wanted[name]):
             continue
         if name in saved and saved[name] != wanted[name]:
             flag, was, now = (
