@@ -13,7 +13,9 @@ predicted, nor simulated, slower than fixed. Every rank comes to the same choice
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_cp.data.batch import (
@@ -41,10 +43,11 @@ from megatron_cp.plan.schema import PASSES
 class BothLayouts:
     """A micro-batch of all replicas in both layouts; `fixed` is the part of one replica."""
 
-    hybrid: PlannedBatch
+    hybrid: PlannedBatch | None
+    """None where the planner cannot place the joined packs."""
     fixed: PlannedBatch
     hybrid_seconds: float
-    """Of attention in all layers, both passes: the larger of predicted and simulated."""
+    """Of attention in all layers, both passes: the larger of predicted and simulated; infinite without a plan."""
     fixed_seconds: tuple[float, ...]
     """Of each replica's part on its own ranks: what no plan of it is predicted or simulated below."""
 
@@ -74,11 +77,16 @@ class HybridBuilder:
     def layouts(self, parts: Sequence[PackedBatch]) -> BothLayouts:
         """Returns both layouts of the replicas' parts of a micro-batch."""
         request = hybrid_request(self.request, self.dp_size)
-        hybrid = replace(plan_batch(join_batches(parts), request), spans_replicas=True)
+        hybrid, hybrid_seconds = None, math.inf
+        with suppress(
+            ValueError, NotImplementedError
+        ):  # a scheme, or a limit of memory, that fits each pack alone
+            hybrid = replace(plan_batch(join_batches(parts), request), spans_replicas=True)
+            hybrid_seconds = seconds_of(hybrid, request)
         return BothLayouts(
             hybrid,
             plan_batch(parts[self.dp_rank], self.request),
-            seconds_of(hybrid, request),
+            hybrid_seconds,
             tuple(self._fixed_seconds(part) for part in parts),
         )
 
@@ -106,7 +114,7 @@ def choose_layout(step: Sequence[BothLayouts]) -> list[PlannedBatch]:
     is_hybrid = is_hybrid_faster(
         [both.hybrid_seconds for both in step], [both.fixed_seconds for both in step]
     )
-    return [both.hybrid if is_hybrid else both.fixed for both in step]
+    return [both.hybrid if is_hybrid and both.hybrid else both.fixed for both in step]
 
 
 def is_hybrid_faster(hybrid_M: Sequence[float], fixed_MR: Sequence[Sequence[float]]) -> bool:

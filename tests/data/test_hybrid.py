@@ -53,6 +53,18 @@ def loaders(documents, config, wanted):
     ]
 
 
+@pytest.mark.parametrize("planner", ["allgather", "document_groups", "magi"])
+def test_joined_packs_that_memory_does_not_hold_stay_on_fixed_groups(documents, planner):
+    asked = request(EVEN, planner)
+    sizes = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 256, "max_received_mb": 1}
+    asked = replace(asked, config=replace(asked.config, **sizes))
+    for fixed, hybrid in zip(
+        loaders(documents, FIXED, asked), loaders(documents, HYBRID, asked), strict=True
+    ):
+        for _ in range(8):
+            assert fingerprint(next(hybrid)) == fingerprint(next(fixed))
+
+
 def test_a_batch_over_replicas_holds_the_tokens_and_pairs_of_theirs_in_turn(documents):
     fixed = loaders(documents, FIXED, request(EVEN))
     hybrid = loaders(documents, HYBRID, request(EVEN))
