@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron_cp.plan.schemes.blocks import Blocks, RowWeights, least_max, least_sum
+from megatron_cp.plan.schemes.blocks import OwnedBlocks, RowWeights, least_max, least_sum
 from tests.plan.cases import config
 
 FORWARD = RowWeights(1, 1, 2, 0)  # in the published unit: query 1, result 1, keys and values 2
@@ -55,7 +55,7 @@ def triangle(num_chunks):
 def test_the_fullest_link_is_within_a_fifth_of_the_published_optimum(table, num_parts, optimum):
     """Eight parts: proved by an exact solver for the published model; two: by hand, two columns each."""
     pieces = len(table) // num_parts
-    blocks = Blocks.of_table(table, np.arange(len(table)) // pieces, num_parts)
+    blocks = OwnedBlocks.of_table(table, np.arange(len(table)) // pieces, num_parts)
     part = least_max(blocks, FORWARD, tolerance=0.125)
     assert fullest(blocks, FORWARD, part) <= 1.2 * optimum
     assert loads(blocks, part).max() <= 1.125 * table.sum() / num_parts
@@ -69,7 +69,7 @@ def small_table(seed):
     table = np.zeros(size * size, dtype=int)
     cells = rng.choice(size * size, min(int(rng.integers(2, 7)), size * size), replace=False)
     table[cells] = rng.integers(1, 4, len(cells))
-    return Blocks.of_table(
+    return OwnedBlocks.of_table(
         table.reshape(size, size), np.arange(size) * num_parts // size, num_parts
     )
 

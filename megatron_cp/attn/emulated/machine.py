@@ -49,29 +49,29 @@ class Settings:
 
 
 @dataclass
-class Session:
+class Launches:
     """Settings of the launches inside `running`, and what each of them did."""
 
     settings: Settings
     runs: list[library.Run] = field(default_factory=list)
 
 
-_session: ContextVar[Session | None] = ContextVar("megatron_cp_emulator_session", default=None)
+_launches: ContextVar[Launches | None] = ContextVar("megatron_cp_emulator_launches", default=None)
 
 
 @contextmanager
-def running(settings: Settings) -> Iterator[Session]:
-    """Launches in this context follow `settings` and are noted in the session that it yields."""
-    session = Session(settings)
-    token = _session.set(session)
+def running(settings: Settings) -> Iterator[Launches]:
+    """Launches in this context follow `settings` and are noted in what it yields."""
+    launches = Launches(settings)
+    token = _launches.set(launches)
     try:
-        yield session
+        yield launches
     finally:
-        _session.reset(token)
+        _launches.reset(token)
 
 
-def _current() -> Session:
-    return _session.get() or Session(Settings())
+def _current() -> Launches:
+    return _launches.get() or Launches(Settings())
 
 
 class EmulatedKernel:
@@ -116,8 +116,8 @@ class EmulatedKernel:
 
         Raises: EmulatorError with the first defect: also a value from nowhere in its results, and counters left set.
         """
-        session, touched = _current(), Memory({}, {}, {}) if memory is None else memory()
-        settings = session.settings
+        launches, touched = _current(), Memory({}, {}, {}) if memory is None else memory()
+        settings = launches.settings
         for x in touched.filled.values():
             x.fill_(torch.nan)
         machine = library.Machine(
@@ -132,7 +132,7 @@ class EmulatedKernel:
         pair = (ctypes.c_int32 * 2)()
         if hasattr(params, "counters"):
             params.counters = ctypes.addressof(pair)
-        session.runs.append(self._kernel.run(params, machine))
+        launches.runs.append(self._kernel.run(params, machine))
         _check_results(touched.filled | touched.changed)
         if any(pair):
             raise EmulatorError(f"the kernel left its work counters at {pair[:]}")

@@ -59,7 +59,7 @@ class RowWeights:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class OwnedBlocks:
     """Blocks with pairs in them, and where their chunks live."""
 
     rows: IntArray
@@ -72,7 +72,7 @@ class Blocks:
     num_parts: int
 
     @classmethod
-    def of_table(cls, areas: IntArray, owner: IntArray, num_parts: int) -> "Blocks":
+    def of_table(cls, areas: IntArray, owner: IntArray, num_parts: int) -> "OwnedBlocks":
         """Returns the blocks of a table of pairs `[chunks, chunks]` whose chunks live at `owner`."""
         rows, columns = np.nonzero(areas)
         return cls(rows, columns, areas[rows, columns], owner, owner, num_parts)
@@ -88,13 +88,13 @@ class Blocks:
         return self.rows == self.columns
 
 
-def least_sum(blocks: Blocks, weights: RowWeights, tolerance: float) -> IntArray:
+def least_sum(blocks: OwnedBlocks, weights: RowWeights, tolerance: float) -> IntArray:
     """Returns the part of each block: few rows moved, loads within `1 + tolerance` of the mean if possible."""
     return _best_descent(blocks, weights, "sum", tolerance)
 
 
 def least_max(
-    blocks: Blocks, weights: RowWeights, tolerance: float, num_tries: int = MOST_TRIES
+    blocks: OwnedBlocks, weights: RowWeights, tolerance: float, num_tries: int = MOST_TRIES
 ) -> IntArray:
     """Returns the part of each block: no way in or out much fuller than others, loads as in `least_sum`."""
     part = _best_descent(blocks, weights, "max", tolerance)
@@ -107,7 +107,7 @@ def least_max(
 
 
 def _best_descent(
-    blocks: Blocks, weights: RowWeights, objective: Objective, tolerance: float
+    blocks: OwnedBlocks, weights: RowWeights, objective: Objective, tolerance: float
 ) -> IntArray:
     # X x Y grids, from X = 1 (blocks where their queries live) to X = parts (where their keys do).
     q_home, k_home = blocks.q_owner[blocks.rows], blocks.k_owner[blocks.columns]
@@ -142,7 +142,9 @@ def _descend(state: "_BlockAssignment", tolerance: float) -> tuple[tuple[int, in
 class _BlockAssignment:
     """An assignment under change: blocks of parts, how many of them use each chunk, and what flows where."""
 
-    def __init__(self, blocks: Blocks, weights: RowWeights, objective: Objective, part: IntArray):
+    def __init__(
+        self, blocks: OwnedBlocks, weights: RowWeights, objective: Objective, part: IntArray
+    ):
         self.blocks, self.weights, self.objective = blocks, weights, objective
         self.part = part.copy()
         parts, areas = blocks.num_parts, blocks.areas

@@ -22,7 +22,7 @@ from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement.placement import Placement, chunk_layout
 from megatron_cp.plan.schema import PlanData
-from megatron_cp.plan.schemes.blocks import Blocks, RowWeights, least_sum
+from megatron_cp.plan.schemes.blocks import OwnedBlocks, RowWeights, least_sum
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
 from megatron_cp.plan.schemes.gather import one_pass_plan
 from megatron_cp.plan.schemes.layout import ranks_per_node
@@ -135,7 +135,7 @@ def _assign_blocks(
     areas: IntArray, owner: IntArray, num_parts: int, weights: RowWeights, tolerance: float
 ) -> IntArray:
     """Returns the part of each block `[C, C]`, 0 where there is none."""
-    blocks = Blocks.of_table(areas, owner, num_parts)
+    blocks = OwnedBlocks.of_table(areas, owner, num_parts)
     part = np.zeros_like(areas)
     part[blocks.rows, blocks.columns] = least_sum(blocks, weights, tolerance)
     return part

@@ -31,7 +31,7 @@ from megatron_cp.mask.blocks import cell_areas
 from megatron_cp.mask.interval import IntArray
 from megatron_cp.plan.placement.placement import Placement, tokens_per_rank
 from megatron_cp.plan.schema import BoolArray, Pass, PassName, PlanData
-from megatron_cp.plan.schemes.blocks import MOST_TRIES, Blocks, RowWeights, least_max
+from megatron_cp.plan.schemes.blocks import MOST_TRIES, OwnedBlocks, RowWeights, least_max
 from megatron_cp.plan.schemes.divisions import cut_to_chunks, pass_in_divisions
 from megatron_cp.plan.schemes.layout import check_pieces, ranks_per_node
 from megatron_cp.plan.transfer.pass_builder import PlacedMask
@@ -151,7 +151,7 @@ class _Tiling:
             part = owner[:, None] // width * width + owner % width
             held = held[0] * width, held[1] * (level.parts // width)
         else:
-            blocks = Blocks.of_table(table, owner, level.parts)
+            blocks = OwnedBlocks.of_table(table, owner, level.parts)
             part = np.zeros_like(table)
             tries = FEWER_TRIES if depth else MOST_TRIES
             part[blocks.rows, blocks.columns] = least_max(blocks, self.weights, TOLERANCE, tries)
