@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 
+from megatron_cp.mcore.linear_layers import linear_layers_of
 from megatron_cp.models.hugging_face.refusal import ConversionError, refuse
 from megatron_cp.models.hugging_face.rows import Piece, Source
 from megatron_cp.models.hugging_face.safetensors_folder import SafetensorsReader, TensorInfo
 from megatron_cp.models.hugging_face.settings import Arguments
 from megatron_cp.models.hugging_face.torch_dist_folder import Stored, TorchDistReader
 
+IMAGES = "model.visual."
 # What a training run keeps beside the weights; it has no counterpart in a Hugging Face folder.
 _STATE_OF_A_RUN = (
     "optimizer.*",
@@ -66,10 +68,17 @@ def check_sources(
         for key, found in mixed.items()
     ]
     left, unknown = _sort_out(sorted(set(infos) - set(expected)), leave_out)
+    images = [name for name in unknown if name.startswith(IMAGES)]
+    if images:
+        reasons.append(
+            f"{IMAGES}* ({len(images)} tensors) is for images, which are not trained here; give --leave-out "
+            f"'{IMAGES}*' to convert the language model alone"
+        )
     reasons += [
         f"{name} of shape {list(infos[name].shape)} is not part of this family's models; every "
         f"tensor must have a place; give --leave-out '{name}' to convert without it"
         for name in unknown
+        if name not in images
     ]
     if reasons:
         raise ConversionError(reasons)
@@ -82,7 +91,8 @@ def with_stored_predictions(
     """Returns the arguments without the prediction layers of config.json where no tensor under `prefix` is of them.
 
     Raises:
-        ConversionError: for more than one, which no published model has.
+        ConversionError: for more than one, which no published model has, and for one that Megatron-Core builds
+            otherwise.
     """
     count = arguments.get("mtp_num_layers")
     _, converted = _sort_out((name for name in names if name.startswith(prefix)), leave_out)
@@ -90,8 +100,13 @@ def with_stored_predictions(
         return arguments | ({"mtp_num_layers": None} if count else {})
     if count and count > 1:
         raise refuse(
-            f"num_nextn_predict_layers={count} in config.json is not served; at most 1 layer of predictions is: what "
-            f"a second one would read of it is nowhere said; give --leave-out '{prefix}*' to convert without them"
+            f"{count} layers of predictions in config.json are not served; at most 1 is: what a second one would read "
+            f"of it is nowhere said; give --leave-out '{prefix}*' to convert without them"
+        )
+    if linear_layers_of(arguments)[-1]:
+        raise refuse(
+            f"the layer of predictions ({prefix}*) has softmax attention; Megatron-Core builds it as the last of the "
+            f"model, which is linear; give --leave-out '{prefix}*' to convert without it"
         )
     return arguments
 

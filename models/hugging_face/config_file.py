@@ -31,6 +31,37 @@ _MOST_LAYERS = 10_000  # far more than any model has
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the configuration of the language model in config.json.
+
+    Raises ConversionError where there is none, or no JSON object.
+    """
+    return _language_model_of(read_config_file(folder))
+
+
+def _language_model_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of the language model, which of a model for images too is a part."""
+    family = next((f for f in FAMILIES.values() if f.wrapper == config.get("model_type")), None)
+    if family is None or family.wrapper is None:
+        return config
+    inner = config.get("text_config")
+    if not isinstance(inner, dict) or inner.get("model_type") != family.model_type:
+        raise refuse(
+            f"model_type={family.wrapper!r} in config.json must have a text_config of model_type="
+            f"{family.model_type!r}; download it again"
+        )
+    of_both = {"dtype", "torch_dtype", "quantization_config", "tie_word_embeddings"}
+    outer = {key: value for key, value in config.items() if key in of_both}
+    if outer.get("tie_word_embeddings") != inner.get(
+        "tie_word_embeddings", outer.get("tie_word_embeddings")
+    ):
+        raise refuse(
+            "config.json says tie_word_embeddings twice, and differently, in text_config; transformers reads one for "
+            "the whole model and the other for its language model: give both the one that the model was trained with"
+        )
+    return {**outer, **inner, "architectures": [family.architecture]}
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
     """Returns the content of config.json. Raises ConversionError where there is none, or no JSON object."""
     path = folder / "config.json"
     if not path.is_file():

@@ -28,10 +28,11 @@ from megatron_cp.models.hugging_face.config_file import (
     disagreements,
     family_of,
     read_config,
+    read_config_file,
 )
 from megatron_cp.models.hugging_face.families import FAMILIES
 from megatron_cp.models.hugging_face.refusal import ConversionError, refuse
-from megatron_cp.models.hugging_face.rows import HF_LAYERS, LAYERS, PREDICTIONS, Piece, pieces_of
+from megatron_cp.models.hugging_face.rows import LAYERS, PREDICTIONS, Piece, pieces_of
 from megatron_cp.models.hugging_face.settings import Arguments
 
 ITERATION = 1  # Megatron-LM refuses 0; the counters inside stand at 0
@@ -87,10 +88,13 @@ def to_megatron(request: Request) -> Report:
         make_vocab_size_divisible_by=request.make_vocab_size_divisible_by,
         ignored_keys=request.ignored_keys,
     )
-    reader = hf.SafetensorsReader(request.load)
-    behind = f"{HF_LAYERS}{arguments['num_layers']}."
-    arguments = checks.with_stored_predictions(arguments, reader.infos, behind, request.leave_out)
-    pieces = list(pieces_of(family.weights, arguments))
+    reader = hf.SafetensorsReader(request.load, "model.language_model." if family.wrapper else None)
+    at = family.predictions_at[0].format(number=0, behind=arguments["num_layers"])
+    arguments = checks.with_stored_predictions(arguments, reader.infos, at, request.leave_out)
+    where = family.predictions_at
+    pieces = list(
+        pieces_of(family.weights, arguments, predictions_at=where, names=reader.infos.keys())
+    )
     dtypes, left = checks.check_sources(reader.infos, pieces, request.leave_out)
     checks.check_copy_of_tied(reader, left)
     name = -1 if request.transformer_engine else 0
@@ -113,6 +117,7 @@ def to_megatron(request: Request) -> Report:
             megatron.write_common(folder, common)
         (root / megatron.CARRIED).mkdir()
         carried, left_files = hf.carry_files(request.load, root / megatron.CARRIED)
+        _write_config(root / megatron.CARRIED, config)  # of the language model alone
         (root / megatron.TRACKER).write_text(str(ITERATION), encoding="utf-8")
     return Report(
         arguments=arguments,
@@ -150,7 +155,8 @@ def to_hugging_face(request: Request) -> Report:
             for line in contradictions
         )
     by_layer = any(key.startswith(f"{LAYERS}self_attention.") for key in reader.tensors)
-    pieces = list(pieces_of(family.weights, arguments, by_layer=by_layer))
+    where = family.predictions_at
+    pieces = list(pieces_of(family.weights, arguments, by_layer=by_layer, predictions_at=where))
     stored, left = checks.check_stored(reader, pieces, request.leave_out)
     specs = dict(_specs(stored))
     carried: list[str] = []
@@ -232,7 +238,7 @@ def _specs(
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
     """Writes config.json, unless the one that was carried along says the same."""
     path = folder / "config.json"
-    if not path.is_file() or read_config(folder) != config:
+    if not path.is_file() or read_config_file(folder) != config:
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         path.write_text(text, encoding="utf-8")
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_cp.models.hugging_face import expert_settings as experts
 from megatron_cp.models.hugging_face import rope_settings as rope
 from megatron_cp.models.hugging_face import settings as s
 from megatron_cp.models.hugging_face import weights as w
-from megatron_cp.models.hugging_face.rows import Place, Row
+from megatron_cp.models.hugging_face.rows import BEHIND_THE_OTHERS, Place, Row
 
 Tables = Mapping[Place, tuple[Row, ...]]
 
@@ -26,6 +27,10 @@ class Family:
     """Arguments of Megatron-LM that every model of the family has."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of config.json whose other values are not served; an absent key is none of them."""
+    predictions_at: tuple[str, str] = BEHIND_THE_OTHERS
+    """Where prediction layers have their norms and projection, and their layer."""
+    wrapper: str | None = None
+    """The `model_type` of models for images too, of which these are the language models."""
 
 
 _LLAMA_LIKE = {
@@ -57,13 +62,13 @@ _NO_WINDOW = {
 _NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 _SHAPE = (*s.SIZES, s.TIED)
 _EXPERTS_BEHIND_DENSE_LAYERS = (
-    s.ROUTED_EXPERTS,
-    s.TOP_K,
-    s.EXPERT_WIDTH,
-    s.FIRST_DENSE_LAYERS,
-    s.SHARED_WIDTH,
-    s.GROUPS,
-    s.ROUTED_SCALING,
+    experts.ROUTED_EXPERTS,
+    experts.TOP_K,
+    experts.EXPERT_WIDTH,
+    experts.FIRST_DENSE_LAYERS,
+    experts.SHARED_WIDTH,
+    experts.GROUPS,
+    experts.ROUTED_SCALING,
     s.PREDICTION_LAYERS,
 )
 _ANY_SHARE_ROTATES = {k: v for k, v in _PLAIN.items() if k != "partial_rotary_factor"}
@@ -150,51 +155,103 @@ QWEN3_MOE = Family(
     settings=(
         *_SHAPE,
         rope.ROPE,
-        s.NUM_EXPERTS,
-        s.TOP_K,
-        s.EXPERT_WIDTH,
-        s.SPARSE_LAYERS,
-        s.RENORMALISED,
+        experts.NUM_EXPERTS,
+        experts.TOP_K,
+        experts.EXPERT_WIDTH,
+        experts.SPARSE_LAYERS,
+        experts.RENORMALISED,
     ),
     constants=_LLAMA_LIKE | _EXPERTS_AFTER_SOFTMAX | {"qk_layernorm": True},
     only=_PLAIN | _NO_WINDOW | _NO_BIAS,
 )
+_QWEN_LINEAR: Tables = {
+    "model": w.OUTER_ALONE,
+    "layer": w.GATED_ATTENTION,
+    "linear layer": w.GATED_DELTA_NET_BY_KIND,
+    "dense layer": (*w.DENSE_NORM, *w.DENSE),
+    "expert layer": (
+        *w.EXPERT_NORM,
+        w.row("mlp.router.weight", ("mlp.gate.weight", "EH")),
+        *w.GATED_SHARED_EXPERT,
+    ),
+    "expert": w.QWEN_EXPERTS,
+    "stacked expert": w.STACKED_EXPERTS,
+    "prediction layer": w.QWEN_PREDICTION,
+}
+_QWEN_PREDICTIONS = ("mtp.", "mtp.layers.{number}.")
+_GATED_DELTA_NETS = {
+    "qk_layernorm": True,
+    "layernorm_zero_centered_gamma": True,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net",
+}
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    weights={
-        "model": w.OUTER,
-        "layer": w.GATED_ATTENTION,
-        "linear layer": w.GATED_DELTA_NET,
-        "dense layer": (*w.DENSE_NORM, *w.DENSE),
-        "expert layer": (
-            *w.EXPERT_NORM,
-            w.row("mlp.router.weight", ("mlp.gate.weight", "EH")),
-            *w.GATED_SHARED_EXPERT,
-        ),
-        "expert": w.QWEN_EXPERTS,
-    },
+    weights={**_QWEN_LINEAR, "linear layer": w.GATED_DELTA_NET},
+    predictions_at=_QWEN_PREDICTIONS,
     settings=(
         *_SHAPE,
         rope.partial_rope(0.25),
         *s.LINEAR_LAYERS,
-        s.NUM_EXPERTS_ALONE,
-        s.TOP_K,
-        s.EXPERT_WIDTH,
-        s.GATED_SHARED_WIDTH,
-        s.SPARSE_LAYERS,
-        s.RENORMALISED_UNLESS_SAID,
+        experts.NUM_EXPERTS_ALONE,
+        experts.TOP_K,
+        experts.EXPERT_WIDTH,
+        experts.GATED_SHARED_WIDTH,
+        experts.SPARSE_LAYERS,
+        experts.RENORMALISED_UNLESS_SAID,
+        s.A_PREDICTION_LAYER,
     ),
     constants=_LLAMA_LIKE
     | _EXPERTS_AFTER_SOFTMAX
-    | {
-        "qk_layernorm": True,
-        "layernorm_zero_centered_gamma": True,
-        "attention_output_gate": True,
-        "experimental_attention_variant": "gated_delta_net",
-        "moe_shared_expert_gate": True,
-    },
+    | _GATED_DELTA_NETS
+    | {"moe_shared_expert_gate": True},
     only=_ANY_SHARE_ROTATES | _NO_BIAS | {"use_sliding_window": (False, None)},
+)
+_ONLY_OF_QWEN3_5 = (
+    _ANY_SHARE_ROTATES
+    | _NO_BIAS
+    | {
+        "attn_output_gate": (True, None),
+        "output_gate_type": ("swish", None),
+        "mamba_ssm_dtype": ("float32", None),
+        "mlp_only_layers": (None,),
+        "mtp_use_dedicated_embeddings": (False, None),
+    }
+)
+QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    wrapper="qwen3_5",
+    architecture="Qwen3_5ForCausalLM",
+    weights=_QWEN_LINEAR,
+    predictions_at=_QWEN_PREDICTIONS,
+    settings=(*_SHAPE, rope.PARTIAL_ROPE_OF_TEXTS, *s.LINEAR_LAYERS, s.MTP_LAYERS),
+    constants=_LLAMA_LIKE | _GATED_DELTA_NETS,
+    only=_ONLY_OF_QWEN3_5,
+)
+QWEN3_5_MOE = Family(
+    model_type="qwen3_5_moe_text",
+    wrapper="qwen3_5_moe",
+    architecture="Qwen3_5MoeForCausalLM",
+    weights=_QWEN_LINEAR,
+    predictions_at=_QWEN_PREDICTIONS,
+    settings=(
+        *s.SIZES_OF_EXPERTS_ALONE,
+        s.TIED,
+        experts.NO_DENSE_LAYERS,
+        rope.PARTIAL_ROPE_OF_TEXTS,
+        *s.LINEAR_LAYERS,
+        experts.NUM_EXPERTS_ALONE,
+        experts.TOP_K,
+        experts.EXPERT_WIDTH,
+        experts.GATED_SHARED_WIDTH,
+        s.MTP_LAYERS,
+    ),
+    constants=_LLAMA_LIKE
+    | _EXPERTS_AFTER_SOFTMAX
+    | _GATED_DELTA_NETS
+    | {"moe_layer_freq": 1, "moe_router_pre_softmax": False, "moe_shared_expert_gate": True},
+    only=_ONLY_OF_QWEN3_5,
 )
 GLM4_MOE = Family(
     model_type="glm4_moe",
@@ -233,7 +290,13 @@ MIXTRAL = Family(
         ),
         "expert": w.MIXTRAL_EXPERTS,
     },
-    settings=(*_SHAPE, rope.ROPE, s.NUM_EXPERTS, s.TOP_K, s.EXPERTS_AS_WIDE_AS_MLP),
+    settings=(
+        *_SHAPE,
+        rope.ROPE,
+        experts.NUM_EXPERTS,
+        experts.TOP_K,
+        experts.EXPERTS_AS_WIDE_AS_MLP,
+    ),
     constants=_LLAMA_LIKE
     | _EXPERTS_AFTER_SOFTMAX
     | {"moe_layer_freq": 1, "moe_router_pre_softmax": False},
@@ -251,9 +314,9 @@ GPT_OSS = Family(
     settings=(
         *_SHAPE,
         rope.YARN,
-        s.NUM_EXPERTS,
-        s.TOP_K,
-        s.EXPERTS_AS_WIDE_AS_MLP,
+        experts.NUM_EXPERTS,
+        experts.TOP_K,
+        experts.EXPERTS_AS_WIDE_AS_MLP,
         s.WINDOWS,
         s.SWIGLU_LIMIT,
     ),
@@ -326,6 +389,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         QWEN3_MOE,
         QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         GLM4_MOE,
         MIXTRAL,
         GPT_OSS,

@@ -121,8 +121,12 @@ def _rope_to_config(arguments: Arguments) -> dict[str, Any]:
 ROPE = Setting(keys=_ROPE_KEYS, to_arguments=_rope_from_config, to_config=_rope_to_config)
 
 
-def partial_rope(default_share: float) -> Setting:
-    """Returns RoPE of a share of each head; `default_share` where config.json is silent."""
+# A text's tokens have one position: how pairs are dealt to time, height and width changes nothing.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
+
+def partial_rope(default_share: float, ignored: tuple[str, ...] = ()) -> Setting:
+    """Returns RoPE of a share of each head; `default_share` where config.json is silent; `ignored` changes nothing."""
 
     def to_arguments(config: Config) -> Arguments:
         theta, kind, said = _rope(config)
@@ -130,7 +134,7 @@ def partial_rope(default_share: float) -> Setting:
             raise _unknown_rope(kind, "'default'")
         alone = config.get("partial_rotary_factor", default_share)
         share = said.pop("partial_rotary_factor", alone)
-        _take(said, {}, kind)
+        _take({name: value for name, value in said.items() if name not in ignored}, {}, kind)
         return {
             "position_embedding_type": "rope",
             "rotary_base": theta,
@@ -148,6 +152,8 @@ def partial_rope(default_share: float) -> Setting:
         },
     )
 
+
+PARTIAL_ROPE_OF_TEXTS = partial_rope(0.25, _OF_IMAGES)
 
 _YARN = {
     "factor": "rotary_scaling_factor",

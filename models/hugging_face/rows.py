@@ -21,7 +21,7 @@ weight (`less`), which Megatron stores less 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -33,13 +33,16 @@ from megatron_cp.mcore.layer_patterns import expert_layers
 from megatron_cp.mcore.linear_layers import linear_layers_of
 
 Place = Literal[
-    "model", "layer", "linear layer", "dense layer", "expert layer", "expert", "prediction layer"
+    "model", "layer", "linear layer", "dense layer", "expert layer", "expert", "stacked expert",
+    "prediction layer",
 ]  # fmt: skip
 Arguments = dict[str, Any]
 Sizes = Mapping[str, int]
 LAYERS = "decoder.layers."
 PREDICTIONS = "mtp.layers."
 HF_LAYERS = "model.layers."
+BEHIND_THE_OTHERS = (f"{HF_LAYERS}{{behind}}.",) * 2
+"""Where Hugging Face has a prediction layer's norms and projection, and its layer: as the layers behind the last."""
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 """The places of a piece on the axes in front of it that number layers and experts, and their sizes."""
 _NO_AXES: Axes = ((), ())
@@ -242,7 +245,12 @@ def is_stacked_by_layer(arguments: Arguments) -> bool:
 
 
 def pieces_of(
-    tables: Mapping[Place, tuple[Row, ...]], arguments: Arguments, *, by_layer: bool | None = None
+    tables: Mapping[Place, tuple[Row, ...]],
+    arguments: Arguments,
+    *,
+    by_layer: bool | None = None,
+    predictions_at: tuple[str, str] = BEHIND_THE_OTHERS,
+    names: Collection[str] = (),
 ) -> Iterator[Piece]:
     """Yields every piece of the model: outer ones, then layer by layer.
 
@@ -250,15 +258,21 @@ def pieces_of(
         tables: the family's rows by place.
         arguments: Megatron-LM's arguments of the model.
         by_layer: whether tensors carry an axis for the layer; None as Megatron-Core would.
+        predictions_at: where Hugging Face has prediction layers.
+        names: tensors of a Hugging Face folder, which tell whether a layer's experts are stacked there; none are
+            where they are unknown.
     """
     sizes = sizes_of(arguments)
     stacked = is_stacked_by_layer(arguments) if by_layer is None else by_layer
     num_layers, num_predictions = arguments["num_layers"], arguments.get("mtp_num_layers") or 0
-    predictions = [f"{HF_LAYERS}{num_layers + number}." for number in range(num_predictions)]
+    predictions = [
+        tuple(at.format(number=number, behind=num_layers + number) for at in predictions_at)
+        for number in range(num_predictions)
+    ]
     for row in _rows(tables, "model", arguments):
         yield replace(
             _piece(row, "", "", sizes),
-            copies=tuple(prefix + row.copy for prefix in predictions if row.copy is not None),
+            copies=tuple(outer + row.copy for outer, _ in predictions if row.copy is not None),
         )
     is_expert, is_linear = expert_layers(arguments), linear_layers_of(arguments)
     for layer in range(num_layers):
@@ -268,29 +282,33 @@ def pieces_of(
         if stacked:
             prefix, axes = LAYERS, ((layer,), (num_layers,))
         places = (prefix, f"{HF_LAYERS}{layer}.")
-        yield from _layer_pieces(tables, arguments, sizes, (mixer, mlp), places, axes)
-    for number, hf_prefix in enumerate(predictions):  # whose layers are as the last one
+        yield from _layer_pieces(tables, arguments, names, (mixer, mlp), places, axes)
+    for number, (outer, inner) in enumerate(predictions):  # whose layers are as the last one
         prefix = f"{PREDICTIONS}{number}."
         for row in _rows(tables, "prediction layer", arguments):
-            yield _piece(row, prefix, hf_prefix, sizes)
-        places = (f"{prefix}transformer_layer.", hf_prefix)
-        yield from _layer_pieces(tables, arguments, sizes, (mixer, mlp), places, _NO_AXES)
+            yield _piece(row, prefix, outer, sizes)
+        places = (f"{prefix}transformer_layer.", inner)
+        yield from _layer_pieces(tables, arguments, names, (mixer, mlp), places, _NO_AXES)
 
 
 def _layer_pieces(
     tables: Mapping[Place, tuple[Row, ...]],
     arguments: Arguments,
-    sizes: Sizes,
+    names: Collection[str],
     parts: tuple[Place, Place],
     prefixes: tuple[str, str],
     axes: Axes,
 ) -> Iterator[Piece]:
     """Yields the pieces of a layer: of what mixes tokens, and of the MLP. `prefixes` are Megatron's and theirs."""
+    sizes = sizes_of(arguments)
     for part in parts:
         for row in _rows(tables, part, arguments):
             yield _piece(row, *prefixes, sizes, axes)
     if parts[1] == "expert layer":
-        yield from _expert_pieces(_rows(tables, "expert", arguments), sizes, prefixes, axes)
+        stacked = _rows(tables, "stacked expert", arguments)
+        is_stacked = any(prefixes[1] + name in names for row in stacked for name, _ in row.hf)
+        rows = stacked if is_stacked else _rows(tables, "expert", arguments)
+        yield from _expert_pieces(rows, sizes, prefixes, axes)
 
 
 def _piece(row: Row, prefix: str, hf_prefix: str, sizes: Sizes, axes: Axes = _NO_AXES) -> Piece:

@@ -54,8 +54,8 @@ class TensorInfo:
 class SafetensorsReader:
     """The tensors of a folder, one at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads every header; no tensor.
+    def __init__(self, folder: Path, prefix: str | None = None) -> None:
+        """Reads every header; no tensor. Names that begin with `prefix` begin with "model." instead.
 
         Raises:
             ConversionError: for missing, damaged and contradicting files.
@@ -72,7 +72,24 @@ class SafetensorsReader:
             self.infos |= _header(folder / file)
         if index is not None:
             _check_index(folder, index, self.infos)
+        self._stored_names = {name: name for name in self.infos}
+        if prefix is not None:
+            self._call_by_the_model(prefix)
         self._open: tuple[str, Any] | None = None
+
+    def _call_by_the_model(self, prefix: str) -> None:
+        renamed = {
+            name: "model." + name.removeprefix(prefix)
+            for name in self.infos
+            if name.startswith(prefix)
+        }
+        if twice := sorted(name for name, new in renamed.items() if new in self.infos):
+            raise refuse(
+                f"{self.folder} holds {listing(twice)} with {prefix!r} and with 'model.'; they may be two models: "
+                "remove the one that is not meant"
+            )
+        self._stored_names = {renamed.get(name, name): name for name in self.infos}
+        self.infos = {renamed.get(name, name): info for name, info in self.infos.items()}
 
     def unread_files(self) -> list[str]:
         """Returns the names of files of weights that no tensor is read from."""
@@ -86,10 +103,10 @@ class SafetensorsReader:
         file = self.infos[source.name].file
         if self._open is None or self._open[0] != file:
             self._open = (file, safetensors.safe_open(self.folder / file, framework="pt"))
-        handle = self._open[1]
+        handle, name = self._open[1], self._stored_names[source.name]
         if isinstance(source.at, int):
-            return handle.get_slice(source.name)[source.at]
-        whole = handle.get_tensor(source.name)
+            return handle.get_slice(name)[source.at]
+        whole = handle.get_tensor(name)
         return whole if source.at is None else whole[torch.from_numpy(source.at)]
 
 

@@ -93,15 +93,16 @@ HEADS = Setting(
         "head_dim": arguments["kv_channels"],
     },
 )
-_WIDTHS = (
+_WIDTHS_OF_ALL = (
     same("num_hidden_layers", "num_layers"),
     same("hidden_size"),
-    same("intermediate_size", "ffn_hidden_size"),
     same("vocab_size"),
     same("max_position_embeddings"),
     same("rms_norm_eps", "layernorm_epsilon"),
 )
+_WIDTHS = (*_WIDTHS_OF_ALL, same("intermediate_size", "ffn_hidden_size"))
 SIZES = (*_WIDTHS, HEADS)
+SIZES_OF_EXPERTS_ALONE = (*_WIDTHS_OF_ALL, HEADS)
 TIED = negated("tie_word_embeddings", "untie_embeddings_and_output_weights", False)
 TIED_UNLESS_SAID = negated("tie_word_embeddings", "untie_embeddings_and_output_weights", True)
 
@@ -237,129 +238,20 @@ def switch(key: str, argument: str) -> Setting:
 QKV_BIASES = switch("attention_bias", "add_qkv_bias")
 QK_NORMS = switch("use_qk_norm", "qk_layernorm")
 
-NUM_EXPERTS = same("num_local_experts", "num_experts", "num_experts")
-NUM_EXPERTS_ALONE = same("num_experts")
-ROUTED_EXPERTS = same("n_routed_experts", "num_experts", "num_local_experts")
 
-
-def _top_k_from_config(config: Config) -> Arguments:
-    """Returns how many experts are chosen: at least two, or Megatron-Core's weights of them would not sum to 1."""
-    top_k = config["num_experts_per_tok"]
-    if top_k < 2:
-        raise NotImplementedError(
-            f"num_experts_per_tok={top_k} in config.json is not served; Megatron-Core scales the "
-            "weights of at least 2; convert a model with 2 or more"
-        )
-    return {"moe_router_topk": top_k}
-
-
-TOP_K = Setting(
-    keys=("num_experts_per_tok",),
-    to_arguments=_top_k_from_config,
-    to_config=lambda arguments: {"num_experts_per_tok": arguments["moe_router_topk"]},
-)
-EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size")
-EXPERTS_AS_WIDE_AS_MLP = Setting(
-    keys=(),
-    to_arguments=lambda config: {"moe_ffn_hidden_size": config["intermediate_size"]},
-    to_config=lambda arguments: {},
-)
-# Softmax over the chosen experts alone is softmax over all, scaled to sum 1 over the chosen.
-RENORMALISED = negated("norm_topk_prob", "moe_router_pre_softmax", False)
-RENORMALISED_UNLESS_SAID = negated("norm_topk_prob", "moe_router_pre_softmax", True)
-
-
-def _frequency(is_expert: list[int]) -> int | list[int]:
-    return 1 if all(is_expert) else is_expert
-
-
-def _expert_layers(arguments: Arguments) -> list[bool]:
-    name = "moe_layer_freq"
-    return layer_pattern(name, arguments[name], arguments["num_layers"])
-
-
-def _sparse_layers_from_config(config: Config) -> Arguments:
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    layers = range(config["num_hidden_layers"])
-    is_expert = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
-    return {"moe_layer_freq": _frequency(is_expert)}
-
-
-SPARSE_LAYERS = Setting(
-    keys=("decoder_sparse_step", "mlp_only_layers"),
-    to_arguments=_sparse_layers_from_config,
-    to_config=lambda arguments: {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, on in enumerate(_expert_layers(arguments)) if not on],
-    },
-)
-FIRST_DENSE_LAYERS = Setting(
-    keys=("first_k_dense_replace",),
-    to_arguments=lambda config: {
-        "moe_layer_freq": _frequency(
-            [
-                int(layer >= config["first_k_dense_replace"])
-                for layer in range(config["num_hidden_layers"])
-            ]
-        )
-    },
-    to_config=lambda arguments: {
-        "first_k_dense_replace": [*_expert_layers(arguments), True].index(True)
-    },
-)
-
-
-def _shared_from_config(config: Config) -> Arguments:
-    num_shared = config["n_shared_experts"]
-    if not num_shared:
-        raise NotImplementedError(
-            f"n_shared_experts={num_shared} in config.json is not served; this family's models "
-            "have at least 1; convert a model with shared experts"
-        )
-    return {"moe_shared_expert_intermediate_size": num_shared * config["moe_intermediate_size"]}
-
-
-SHARED_WIDTH = Setting(
-    keys=("n_shared_experts",),
-    to_arguments=_shared_from_config,
-    to_config=lambda arguments: {
-        "n_shared_experts": arguments["moe_shared_expert_intermediate_size"]
-        // arguments["moe_ffn_hidden_size"]
-    },
-)
-
-
-GATED_SHARED_WIDTH = same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
-
-
-def _groups_from_config(config: Config) -> Arguments:
-    """Groups are chosen by the sum of their best experts: HF takes 2, Megatron top-k per group."""
-    groups, chosen, top_k = config["n_group"], config["topk_group"], config["num_experts_per_tok"]
-    if groups == 1:
-        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
-    if top_k // chosen != 2:
-        raise NotImplementedError(
-            f"num_experts_per_tok={top_k} with topk_group={chosen} in config.json is not served; "
-            "Megatron-Core ranks groups by as many experts as it takes of each, which must be 2; "
-            "convert a model with num_experts_per_tok = 2 x topk_group"
-        )
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-
-
-GROUPS = Setting(
-    keys=("n_group", "topk_group"),
-    to_arguments=_groups_from_config,
-    to_config=lambda arguments: {
-        "n_group": arguments["moe_router_num_groups"] or 1,
-        "topk_group": arguments["moe_router_group_topk"] or 1,
-    },
-)
-ROUTED_SCALING = same("routed_scaling_factor", "moe_router_topk_scaling_factor")
 # Whether a folder holds their tensors is another matter: transformers drops them.
-PREDICTION_LAYERS = Setting(
-    keys=("num_nextn_predict_layers",),
-    to_arguments=lambda config: {"mtp_num_layers": config.get("num_nextn_predict_layers") or None},
-    to_config=lambda arguments: {"num_nextn_predict_layers": arguments.get("mtp_num_layers") or 0},
+def _prediction_layers(key: str) -> Setting:
+    return Setting(
+        keys=(key,),
+        to_arguments=lambda config: {"mtp_num_layers": config.get(key) or None},
+        to_config=lambda arguments: {key: arguments.get("mtp_num_layers") or 0},
+    )
+
+
+PREDICTION_LAYERS = _prediction_layers("num_nextn_predict_layers")
+MTP_LAYERS = _prediction_layers("mtp_num_hidden_layers")
+A_PREDICTION_LAYER = Setting(  # of which config.json says nothing
+    keys=(), to_arguments=lambda config: {"mtp_num_layers": 1}, to_config=lambda arguments: {}
 )
 
 

@@ -52,6 +52,14 @@ PREDICTION = (
     row("eh_proj.weight", ("eh_proj.weight", "Hh")),
     row("final_layernorm.weight", ("shared_head.norm.weight", "H")),
 )
+# Embeddings and output layer are the model's, without copies.
+OUTER_ALONE = tuple(replace(one, copy=None) for one in OUTER)
+QWEN_PREDICTION = (
+    row("enorm.weight", ("pre_fc_norm_embedding.weight", "H")),
+    row("hnorm.weight", ("pre_fc_norm_hidden.weight", "H")),
+    row("eh_proj.weight", ("fc.weight", "Hh")),
+    row("final_layernorm.weight", ("norm.weight", "H")),
+)
 ATTENTION = (
     row("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight", "H")),
     row(
@@ -132,6 +140,21 @@ GATED_ATTENTION = (
     ATTENTION[2],
     *QK_NORM,
 )
+# All norms of the family but the last one store their weights minus 1; Megatron's switch is for all.
+_DELTA_NET_STATES = (
+    *(
+        row(
+            f"self_attention.conv1d.weight.{name}",
+            ("linear_attn.conv1d.weight", "Z1W"),
+            rows=section_of(section, "L", "L", "R"),
+        )
+        for section, name in enumerate(("query", "key", "value"))
+    ),
+    row("self_attention.dt_bias", ("linear_attn.dt_bias", "J")),
+    row("self_attention.A_log", ("linear_attn.A_log", "J")),
+    row("self_attention.out_norm.weight", ("linear_attn.norm.weight", "I"), less=1.0),
+    row("self_attention.out_proj.weight", ("linear_attn.out_proj.weight", "HR")),
+)
 GATED_DELTA_NET = (
     row("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight", "H")),
     *(
@@ -150,19 +173,22 @@ GATED_DELTA_NET = (
         )
         for section, name in enumerate(("beta", "alpha"))
     ),
+    *_DELTA_NET_STATES,
+)
+GATED_DELTA_NET_BY_KIND = (
+    GATED_DELTA_NET[0],
     *(
         row(
-            f"self_attention.conv1d.weight.{name}",
-            ("linear_attn.conv1d.weight", "Z1W"),
+            f"self_attention.in_proj.weight.{name}",
+            ("linear_attn.in_proj_qkv.weight", "ZH"),
             rows=section_of(section, "L", "L", "R"),
         )
         for section, name in enumerate(("query", "key", "value"))
     ),
-    row("self_attention.dt_bias", ("linear_attn.dt_bias", "J")),
-    row("self_attention.A_log", ("linear_attn.A_log", "J")),
-    # All norms of the family but this one store their weights minus 1; Megatron's switch is for all.
-    row("self_attention.out_norm.weight", ("linear_attn.norm.weight", "I"), less=1.0),
-    row("self_attention.out_proj.weight", ("linear_attn.out_proj.weight", "HR")),
+    row("self_attention.in_proj.weight.z", ("linear_attn.in_proj_z.weight", "RH")),
+    row("self_attention.in_proj.weight.beta", ("linear_attn.in_proj_b.weight", "JH")),
+    row("self_attention.in_proj.weight.alpha", ("linear_attn.in_proj_a.weight", "JH")),
+    *_DELTA_NET_STATES,
 )
 DENSE_NORM = (row("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight", "H")),)
 DENSE = (
@@ -195,6 +221,10 @@ def _experts(gate: str, up: str, down: str) -> tuple[Row, ...]:
 
 QWEN_EXPERTS = _experts(
     *(f"mlp.experts.{{e}}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj"))
+)
+STACKED_EXPERTS = (
+    row("linear_fc1.weight", ("mlp.experts.gate_up_proj", "GH")),
+    row("linear_fc2.weight", ("mlp.experts.down_proj", "HM")),
 )
 MIXTRAL_EXPERTS = _experts(
     *(f"block_sparse_moe.experts.{{e}}.{name}.weight" for name in ("w1", "w3", "w2"))

@@ -146,10 +146,15 @@ def forward(model, plans, groups, num_rows: int) -> torch.Tensor | None:
 def flags(rank: int, world_size: int, folder: Path) -> list[str]:
     """The command line of pretrain_gpt.py for a Hugging Face folder, as the tool prints it."""
     enter_megatron()
-    from megatron_cp.models.hugging_face.config_file import arguments_of, read_config
+    from megatron_cp.models.hugging_face.checks import with_stored_predictions
+    from megatron_cp.models.hugging_face.config_file import arguments_of, family_of, read_config
+    from megatron_cp.models.hugging_face.safetensors_folder import SafetensorsReader
     from tools.convert_checkpoint import training_flags
 
-    return training_flags(arguments_of(read_config(folder)))
+    config = read_config(folder)
+    names, family = SafetensorsReader(folder).infos, family_of(config)
+    at = family.predictions_at[0].format(number=0, behind=config["num_hidden_layers"])
+    return training_flags(with_stored_predictions(arguments_of(config), names, at, ()))
 
 
 def load_and_save(rank: int, world_size: int, root: Path, saved: Path, case: Case) -> None:

@@ -112,7 +112,7 @@ def test_a_prediction_layer_that_shares_nothing_is_refused_unless_left_out(tmp_p
     assert name in report.left
     path = source / "config.json"
     path.write_text(path.read_text().replace('layers": 1', 'layers": 2'), encoding="utf-8")
-    with pytest.raises(ConversionError, match="num_nextn_predict_layers=2 in"):
+    with pytest.raises(ConversionError, match="2 layers of predictions in"):
         to_megatron(source, tmp_path / "two")
 
 

@@ -59,7 +59,23 @@ _DEEPSEEK = {
 }
 
 
-PREDICTING = ("deepseek_v3", "glm4_moe")
+PREDICTING = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+_HYBRID = [*["linear_attention"] * 3, "full_attention"]
+_DELTA_NETS = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_GATED_EXPERTS = {
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_QWEN3_5 = {**_DELTA_NETS, "pad_token_id": None}
 
 
 @dataclass(frozen=True)
@@ -118,22 +134,10 @@ MODELS = {
             "num_hidden_layers": 3,
         },
     ),
-    "qwen3_next": Tiny(
-        "Qwen3Next",
-        {
-            "head_dim": 32,
-            "num_hidden_layers": 4,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 40,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 8,
-        },
-    ),
+    "qwen3_next": Tiny("Qwen3Next", {**_DELTA_NETS, **_GATED_EXPERTS, "norm_topk_prob": True}),
+    "qwen3_5": Tiny("Qwen3_5", _QWEN3_5, is_dense=True),
+    "qwen3_5_tied": Tiny("Qwen3_5", {**_QWEN3_5, "tie_word_embeddings": True}, is_dense=True),
+    "qwen3_5_moe": Tiny("Qwen3_5Moe", {**_QWEN3_5, **_GATED_EXPERTS}),
     "glm4_moe": Tiny(
         "Glm4Moe",
         {
@@ -186,10 +190,12 @@ MODELS = {
 }
 
 
-def make_tiny(name: str, **options: int) -> "transformers.PreTrainedModel":
+def make_tiny(name: str, **options: object) -> "transformers.PreTrainedModel":
     """The model with every parameter random, also norms, biases and sinks, which start constant."""
     tiny = MODELS[name]
-    config = getattr(transformers, f"{tiny.kind}Config")(**_SIZES | tiny.options | options)
+    of_text = getattr(transformers, f"{tiny.kind}TextConfig", None)
+    make_config = of_text or getattr(transformers, f"{tiny.kind}Config")
+    config = make_config(**_SIZES | tiny.options | options)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{tiny.kind}ForCausalLM")(config).eval()
     make_random(model, seed=11)
@@ -240,50 +246,74 @@ class Predicting:
     """A model and its prediction layer, which transformers drops: an ordinary layer between norms of its own.
 
     Source: arXiv 2412.19437, section 2.2; names and the order of the joined halves are those with which vLLM
-    (glm4_moe_mtp.py) and SGLang (deepseek_nextn.py) read the published weights.
+    (glm4_moe_mtp.py, qwen3_next_mtp.py) and SGLang (deepseek_nextn.py) read the published weights.
     """
 
     def __init__(self, name: str) -> None:
         self.number = MODELS[name].options["num_hidden_layers"]
-        self.model = make_tiny(name, num_hidden_layers=self.number + 1)
+        self.of_qwen = name.startswith("qwen")
+        kinds = {"layer_types": [*_HYBRID, "full_attention"]} if self.of_qwen else {}
+        self.model = make_tiny(name, num_hidden_layers=self.number + 1, **kinds)
         config = self.model.config
         size = config.hidden_size
+        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        if self.of_qwen:
+            names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
         norm = partial(type(self.model.model.norm), eps=config.rms_norm_eps)
-        self.parts = torch.nn.ModuleDict({key: norm(size) for key in ("enorm", "hnorm")})
-        self.parts["eh_proj"] = torch.nn.Linear(2 * size, size, bias=False)
-        self.parts["shared_head"] = torch.nn.ModuleDict({"norm": norm(size)})
-        make_random(self.parts, seed=12)
+        join = torch.nn.Linear(2 * size, size, bias=False)
+        self.parts = dict(zip(names, (norm(size), norm(size), join, norm(size)), strict=True))
+        make_random(torch.nn.ModuleList(self.parts.values()), seed=12)
 
     def save(self, folder: Path) -> Path:
-        """A Hugging Face folder as those published: the layer behind the others, with copies of what it shares."""
+        """A Hugging Face folder as those published, with the layer's copies of what it shares, or with none."""
         self.model.save_pretrained(folder)
-        file, prefix = folder / "model.safetensors", f"model.layers.{self.number}."
+        file, behind = folder / "model.safetensors", f"model.layers.{self.number}."
         found = load_file(file)
-        found |= {f"{prefix}{key}": value for key, value in self.parts.state_dict().items()}
-        found[f"{prefix}embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
-        found[f"{prefix}shared_head.head.weight"] = found["lm_head.weight"].clone()
-        save_file(found, file)
+        norms = "mtp." if self.of_qwen else behind
+        found |= {
+            f"{norms}{name}.weight": part.weight.detach() for name, part in self.parts.items()
+        }
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
-        config |= {"num_hidden_layers": self.number, "num_nextn_predict_layers": 1}
+        config["num_hidden_layers"] = self.number
+        if self.of_qwen:
+            found = {name.replace(behind, "mtp.layers.0."): value for name, value in found.items()}
+            del config["layer_types"][self.number]
+            if config["model_type"] != "qwen3_next":  # whose configuration does not say it
+                config["mtp_num_hidden_layers"] = 1
+        else:
+            found[f"{behind}embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
+            found[f"{behind}shared_head.head.weight"] = found["lm_head.weight"].clone()
+            config["num_nextn_predict_layers"] = 1
+        save_file(found, file)
         path.write_text(json.dumps(config), encoding="utf-8")
         return folder
 
     def logits(self) -> torch.Tensor:
         """What each token but the last of its document predicts of the one after next; NaN there."""
         inner = self.model.model
-        layers, norm = inner.layers, inner.norm
         found = []
         for document in torch.from_numpy(tokens()).split(LENGTHS):
             with torch.no_grad():
-                inner.layers, inner.norm = layers[: self.number], norm
-                hidden = inner(document[None]).last_hidden_state[:, :-1]
-                ahead = inner.embed_tokens(document[None, 1:])
-                halves = [self.parts["enorm"](ahead), self.parts["hnorm"](hidden)]
-                inner.layers, inner.norm = layers[self.number :], self.parts["shared_head"]["norm"]
-                joined = self.parts["eh_proj"](torch.cat(halves, dim=-1))
-                last = inner(inputs_embeds=joined).last_hidden_state[0]
+                hidden = self._run(slice(self.number), inner.norm, document[None])[:, :-1]
+                of_embedding, of_hidden, join, norm = self.parts.values()
+                halves = [of_embedding(inner.embed_tokens(document[None, 1:])), of_hidden(hidden)]
+                joined = join(torch.cat(halves, dim=-1))
+                last = self._run(slice(self.number, None), norm, inputs_embeds=joined)[0]
                 nothing = torch.full((1, VOCABULARY), float("nan"))
                 found += [self.model.lm_head(last), nothing]
-        inner.layers, inner.norm = layers, norm
         return torch.cat(found)
+
+    def _run(self, chosen: slice, norm: torch.nn.Module, *rows, **named) -> torch.Tensor:
+        """What some of the layers and a norm make of rows."""
+        inner, config = self.model.model, self.model.config
+        whole = inner.layers, inner.norm, getattr(config, "layer_types", None)
+        try:
+            inner.layers, inner.norm = inner.layers[chosen], norm
+            if whole[2] is not None:  # each layer's mask is chosen by its place
+                config.layer_types = whole[2][chosen]
+            return inner(*rows, use_cache=False, **named).last_hidden_state
+        finally:
+            inner.layers, inner.norm = whole[:2]
+            if whole[2] is not None:
+                config.layer_types = whole[2]

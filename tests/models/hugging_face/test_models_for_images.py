@@ -1,0 +1,124 @@
+"""Of a model for images too the language model is converted: names, stacked experts and config.json as published."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron_cp.models.hugging_face.refusal import ConversionError
+from tests.models.hugging_face.test_round_trip import tensors_of, to_hugging_face, to_megatron
+from tests.models.hugging_face.tiny_models import (
+    Predicting,
+    expected_logits,
+    logits_of_folder,
+    make_tiny,
+)
+
+NAMES = ("qwen3_5", "qwen3_5_moe")
+VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+WITHOUT_IMAGES = {"leave_out": ("model.visual.*",)}
+
+
+def save_whole(name: str, folder: Path) -> Path:
+    """The whole model around a tiny language model, in the names that transformers computes with: those published."""
+    text = make_tiny(name)
+    kind = type(text).__name__.removesuffix("ForCausalLM")
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text.config.to_dict(), vision_config=VISION
+    )
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    config.architectures = [type(whole).__name__]
+    config.save_pretrained(folder)
+    save_file(whole.state_dict(), folder / "model.safetensors")
+    path = folder / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["text_config"]["rope_parameters"] |= {
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    }
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def change_config(folder: Path, outer: dict, inner: dict) -> None:
+    path = folder / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content |= outer
+    content["text_config"] |= inner
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_language_model_comes_back_alone(tmp_path: Path, name: str):
+    source = save_whole(name, tmp_path / "source")
+    names = load_file(source / "model.safetensors").keys()
+    assert any(one.startswith("model.visual.") for one in names)
+    assert any("mlp.experts.gate_up_proj" in one for one in names) == ("moe" in name)
+    report = to_megatron(source, tmp_path / "megatron", **WITHOUT_IMAGES)
+    assert all(one.startswith("model.visual.") for one in report.left)
+    make_tiny(name).save_pretrained(tmp_path / "alone")
+    alone = tensors_of(tmp_path / "alone")
+    for options in ({}, {"hf_folder": source}):
+        back = tmp_path / f"back{len(options)}"
+        to_hugging_face(tmp_path / "megatron", back, **options)
+        found = tensors_of(back)
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[one], alone[one]) for one in alone)
+        assert (logits_of_folder(back) - expected_logits(name)).abs().max() == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_prediction_layer_is_converted_beside_stacked_experts(tmp_path: Path, name: str):
+    source = save_whole(name, tmp_path / "source")
+    predicting = Predicting(name).save(tmp_path / "predicting")
+    layer = {k: v for k, v in tensors_of(predicting).items() if k.startswith("mtp.")}
+    save_file(tensors_of(source) | layer, source / "model.safetensors")
+    change_config(source, {}, {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False})
+    to_megatron(source, tmp_path / "megatron", **WITHOUT_IMAGES)
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    found = {k: v for k, v in tensors_of(tmp_path / "back").items() if k.startswith("mtp.")}
+    assert found.keys() == layer.keys()
+    assert all(torch.equal(found[one], layer[one]) for one in layer)
+
+
+def test_what_may_be_another_model_is_refused(tmp_path: Path):
+    source = save_whole("qwen3_5", tmp_path / "source")
+    whole = tensors_of(source)
+    count = sum(one.startswith("model.visual.") for one in whole)
+    with pytest.raises(ConversionError, match=rf"^model.visual.\* \({count} tensors\) is for im"):
+        to_megatron(source, tmp_path / "megatron")
+    save_file(whole | {"model.norm.weight": torch.ones(64)}, source / "model.safetensors")
+    with pytest.raises(ConversionError, match=r"model.language_model.norm.weight with .* two mod"):
+        to_megatron(source, tmp_path / "megatron", **WITHOUT_IMAGES)
+    save_file(whole, source / "model.safetensors")
+    for outer, inner, said in (
+        ({}, {"mrope_section": [4]}, "keys that qwen3_5_text is not known to have: mrope_section"),
+        ({}, {"attn_output_gate": False}, "attn_output_gate=False"),
+        ({"quantization_config": {"bits": 8}}, {"attn_output_gate": True}, "quantization_config="),
+        ({"tie_word_embeddings": True}, {}, "says tie_word_embeddings twice, and differently"),
+        ({}, {"model_type": "qwen3"}, "must have a text_config of model_type='qwen3_5_text'"),
+    ):
+        change_config(source, outer, inner)
+        with pytest.raises(ConversionError, match=said):
+            to_megatron(source, tmp_path / "megatron", **WITHOUT_IMAGES)
+
+
+def test_a_prediction_layer_behind_a_linear_one_is_refused_unless_left_out(tmp_path: Path):
+    predicting = Predicting("qwen3_next").save(tmp_path / "source")
+    path = predicting / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    kinds = content["layer_types"]
+    content["layer_types"] = [kinds[0], kinds[0], kinds[3], kinds[0]]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(
+        ConversionError, match=r"the last of the model, which is linear; .*'mtp.\*'"
+    ):
+        to_megatron(predicting, tmp_path / "megatron")
