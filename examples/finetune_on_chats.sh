@@ -5,7 +5,8 @@
 #   HF=path/to/model CHATS=chats.jsonl bash examples/finetune_on_chats.sh
 #
 # HF is a folder with config.json, *.safetensors and the tokenizer (of a family of docs/convert.md); a line of CHATS is
-# {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}.
+# {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}. Of a model for images too,
+# LEAVE_OUT='model.visual.*' takes the language model.
 set -euo pipefail
 HF="$(realpath "${HF:?give HF=<folder of a Hugging Face model>}")"
 CHATS="$(realpath "${CHATS:?give CHATS=<file of conversations, .jsonl>}")"
@@ -17,7 +18,8 @@ FORMAT="${FORMAT:-chat-template}" OUT="${OUT:-runs/chats}"
 mkdir -p "$OUT"
 
 # The converter prints the model's flags; they are read from its last line.
-python tools/convert_checkpoint.py --from hf --to megatron --load "$HF" --save "$OUT/start" | tee "$OUT/convert.log"
+python tools/convert_checkpoint.py --from hf --to megatron --load "$HF" --save "$OUT/start" \
+    ${LEAVE_OUT:+--leave-out "$LEAVE_OUT"} | tee "$OUT/convert.log"
 read -ra MODEL <<< "$(sed -n 's/^flags of pretrain_gpt.py: //p' "$OUT/convert.log")"
 
 torchrun --standalone --nproc-per-node "$CP" pretrain_gpt.py "${MODEL[@]}" --context-parallel-size "$CP" \
