@@ -59,14 +59,14 @@ def add_context_parallel_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def _rows_multiple(args: Namespace, tp: int) -> int:
-    """Returns what the rows of a rank must be a multiple of.
+def rows_multiple(settings: Any, tp: int) -> int:
+    """Returns what the rows of a rank must be a multiple of, by Megatron's configuration or by arguments.
 
     Sequence parallelism splits them over the tensor-parallel ranks. An fp8 matrix product needs a
     multiple of 16 rows, with block scaling of 32 (documentation of Transformer Engine).
     """
-    split = tp if getattr(args, "sequence_parallel", False) else 1
-    return split * (32 if getattr(args, "fp8", None) else 1)
+    split = tp if getattr(settings, "sequence_parallel", False) else 1
+    return split * (32 if getattr(settings, "fp8", None) else 1)
 
 
 def head_sizes(settings: Any) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def cp_config_from_arguments(args: Namespace, *, on_cuda: bool) -> CPConfig:
         "rank_speeds": read_rank_speeds(getattr(args, "cp_rank_speeds", None)),
         "max_received_mb": getattr(args, "cp_max_received_mb", None),
         "linear_state_bytes": linear_state_bytes(args, tp),
-        "token_multiple": _rows_multiple(args, tp),
+        "token_multiple": rows_multiple(args, tp),
         "element_bytes": 2 if half else 4,
     }
     return CPConfig(**settings)

@@ -94,12 +94,12 @@ def context_parallel_params(
     cp_rank: int,
     device: torch.device | str,
     *,
-    position_ids: np.ndarray | None = None,
+    position_ids: np.ndarray | torch.Tensor | None = None,
     cp_group: Any = None,
 ) -> ContextParallelParams:
     """Returns what goes into `packed_seq_params` for these plans, which share the placement of "full".
 
-    `position_ids`, int `[S]`, is the position of each global token; None counts through the pack. Positions
+    `position_ids`, int `[S]` on the CPU, is the position of each global token; None counts through the pack. Positions
     go to `device`. Attention runs over `cp_group`; None means the layer's own.
     """
     plan = plans["full"]
@@ -115,7 +115,7 @@ def context_parallel_params(
     )
 
 
-def _rows_of(values_S: np.ndarray, rows: np.ndarray, device: torch.device | str) -> torch.Tensor:
+def _rows_of(values_S: Any, rows: np.ndarray, device: torch.device | str) -> torch.Tensor:
     """Returns the values of these global rows, `[1, T]`; 0 for the padding behind the last token."""
     values_S = np.asarray(values_S)
     is_token = rows < values_S.shape[0]

@@ -9,6 +9,7 @@ holds the embedding or the loss alone has no such layer, and cuts its batches al
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_cp.config import CPConfig
-from megatron_cp.data.batch import PlanRequest
-from megatron_cp.mcore.arguments import head_sizes
+from megatron_cp.data.batch import PlanRequest, make_batch_plans
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mcore.arguments import head_sizes, rows_multiple
 from megatron_cp.mcore.linear_layers import linear_layers, linear_state_bytes
+from megatron_cp.plan import AttentionPlan
 
 _requests: set[PlanRequest] = set()
 _requests_without_layers: set[PlanRequest] = set()
@@ -104,11 +107,24 @@ def plan_request(num_samples: int) -> PlanRequest:
             "be planned for all of them; give each its plan in packed_seq_params"
         )
     (request,) = requests
-    config = replace(
-        request.config,
-        topology="h100" if torch.cuda.is_available() else "cpu",
-        token_multiple=request.config.token_multiple * num_samples,
-    )
+    return _on_this_machine(request, request.config.token_multiple * num_samples)
+
+
+def plans_of_mask(mask: AttentionMask, config: Any) -> Mapping[str, AttentionPlan]:
+    """Returns the plans of a mask for a model with Megatron's `config`, by kind of layer, all on one placement.
+
+    "full" always, and "window" where some layers slide a window: `packed_seq_params` wants both. Every rank makes the
+    same ones. No collective.
+    """
+    tp_size = config.tensor_model_parallel_size
+    request = _request_of(config, attention_sizes(config, tp_size))
+    return make_batch_plans(mask, _on_this_machine(request, rows_multiple(config, tp_size)))
+
+
+def _on_this_machine(request: PlanRequest, token_multiple: int) -> PlanRequest:
+    """Returns the request for the hardware of this process, with what `wish` was told."""
+    topology = "h100" if torch.cuda.is_available() else "cpu"
+    config = replace(request.config, topology=topology, token_multiple=token_multiple)
     return replace(request, config=replace(config, **_wishes))
 
 
