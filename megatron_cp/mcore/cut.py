@@ -89,8 +89,9 @@ def check_none_is_lost(num_rows: int, cp_size: int) -> None:
         "a batch was cut by the plan of its documents, but attention was given no plan: the batch's tensors were "
         "copied after Megatron's batch function (clone, cat, copy_), or the model does not run GPTModel.forward "
         "(another model class, --overlap-moe-expert-parallel-comm); give "
-        "packed_seq_params=megatron_cp.mcore.params_of_batch(batch) to GPTModel.forward; for rows that are no copy "
-        "of that batch, call megatron_cp.mcore.forget_batch() before (a copy would lose its documents)"
+        "packed_seq_params=megatron_cp.mcore.params_of_batch(batch), of the batch as that function returned it, to "
+        "GPTModel.forward; for rows that are no copy of that batch, call megatron_cp.mcore.forget_batch() before (a "
+        "copy would lose its documents)"
     )
 
 

@@ -86,7 +86,7 @@ class PlanFinder:
             raise ValueError(
                 f"packed_seq_params.plans={sorted(params.plans)} has no {name!r} plan for layer "
                 f"{self.layer_number}; plans need 'full', and 'window' where the model has "
-                "sliding-window layers; make both with make_plans"
+                "sliding-window layers; megatron_cp.mcore.plans_of_mask makes both"
             )
         plan: AttentionPlan = params.plans[name]
         num_rows *= params.num_samples

@@ -105,7 +105,7 @@ def _check_model(model: Any) -> None:
                 raise NotImplementedError(
                     "multi-token prediction with documents: Megatron-LM builds its layers with an attention of "
                     "its own, which does not follow the plan that the batch was cut by; build the model in code "
-                    "with get_gpt_mtp_block_spec(config, gpt_block_spec(config), ...)"
+                    "with mtp_block_spec=megatron_cp.mcore.mtp_block_spec(config)"
                 )
             raise NotImplementedError(
                 f"{name}.core_attention is {type(core).__name__}, which does not follow the plan that the batch was "

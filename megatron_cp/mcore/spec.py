@@ -237,7 +237,7 @@ class ConfiguredLayer(TransformerLayer):
                 f"mtp_num_layers={config.mtp_num_layers} with a spec from the command line: "
                 "Megatron-LM builds these layers with its own attention, which does not see the "
                 "rows of other context ranks; build the model in code with "
-                "mtp_block_spec(config)"
+                "mtp_block_spec=megatron_cp.mcore.mtp_block_spec(config)"
             )
         offset = 0
         if megatrons.get("add_layer_offset", True):
