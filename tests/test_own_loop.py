@@ -1,7 +1,9 @@
 """docs/own-loop.md: its program trains as it stands; calls of other libraries are mapped to what they compute."""
 
+import importlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,6 +55,42 @@ def test_the_program_has_the_losses_of_the_models_own_attention(tmp_path):
 
 NUM_TOKENS = 30
 LENGTHS = [7, 18, 5]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_its_attention_is_that_of_models_with_windows_caps_and_sinks(family):
+    """On one rank, beside the model's own function under a dense mask, gradients too; Gemma 2's softmax is in fp32."""
+    pytest.importorskip("transformers")
+    own = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    names = {}
+    exec(PROGRAM[: PROGRAM.index("def make_model")], names)
+    (make_plans,) = re.findall(r"`plans = (mcp\.make_plans\(.*?)`", PAGE)
+    full = mcp.mask.documents(LENGTHS, within="causal")
+    config = mcp.CPConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+    known = {"mcp": mcp, "full": full, "tokens": range(NUM_TOKENS), "size": 1, "config": config}
+    plans = eval(make_plans, {**known, "n": 5})
+    q, k, v = (torch.randn(1, n, NUM_TOKENS, 8, dtype=torch.float64) for n in (4, 2, 2))
+    sink = torch.randn(4, dtype=torch.float64)
+    asked = {"scaling": 0.3, **({"softcap": 0.5} if family == "gemma2" else {"s_aux": sink})}
+    inputs = [x.requires_grad_() for x in (q, k, v, sink)][: 3 + (family == "gpt_oss")]
+    layer = SimpleNamespace(num_key_value_groups=2, sinks=sink, training=True)
+    for window in (None, 5):
+        # Keys above the query's place less the window: as transformers' masks have it.
+        pairs = dense(lambda q, k, n=window or NUM_TOKENS: (q - n < k) & (k <= q))
+        hidden = torch.zeros(NUM_TOKENS, NUM_TOKENS, dtype=q.dtype)
+        hidden = hidden.masked_fill(~torch.from_numpy(pairs), -torch.inf)[None, None]
+        expected, _ = own.eager_attention_forward(layer, q, k, v, hidden, **asked)
+        out, _ = names["attention"](
+            layer, q, k, v, None, sliding_window=window, cp=(plans, None), **asked
+        )
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+        weights = torch.randn_like(out)
+        for ours, theirs in zip(
+            torch.autograd.grad((out * weights).sum(), inputs),
+            torch.autograd.grad((expected * weights).sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 def dense(allowed):
