@@ -133,11 +133,9 @@ MCP_DEVICE void warp(const Params& params) {
     out[0] = ptx::shuffle(lane * lane, 5);
     out[1] = ptx::shuffle_xor(lane * lane, 6);
     out[2] = ptx::any_lane(lane == 31);
-    out[3] = ptx::all_lanes(lane < 31);
-    out[4] = ptx::elect_one();
-    out[5] = ptx::elect_one();
-    out[6] = u32(ptx::atomic_add(reinterpret_cast<i32*>(params.out + 8 * 128), 1));
-    out[7] = ptx::num_blocks();
+    out[3] = ptx::any_lane(lane > 31);
+    out[4] = u32(ptx::atomic_add(reinterpret_cast<i32*>(params.out + 8 * 128), 1));
+    out[5] = ptx::num_blocks();
 }
 
 // Adds 1 .. 2048 as floats, in the order of shared memory, to the box.

@@ -6,7 +6,7 @@
 namespace mcp::planted {
 
 // The numbers are the test's too (test_emulator_detectors.py).
-enum Scene : i32 { kProduct, kPhases, kMailbox, kThreads, kRegisters, kBulkStore, kFlags };
+enum Scene : i32 { kProduct, kPhases, kMailbox, kThreads, kRegisters, kBulkStore };
 
 enum Defect : i32 {
     kNone,
@@ -54,7 +54,6 @@ enum Defect : i32 {
     kStoreUnfenced,
     kOverwriteStored,
     kExitWhileStoring,
-    kFlagNeverSet,
 };
 
 struct Params {
@@ -257,17 +256,6 @@ MCP_DEVICE void bulk_store(const Params& params) {
     if (ptx::thread_index() == kProducer) ptx::tma_wait_group<0>();
 }
 
-// Warps hand a counter in global memory from one to the next.
-MCP_DEVICE void flags(const Params& params) {
-    i32* counter = reinterpret_cast<i32*>(params.out);
-    const i32 turn = i32(ptx::thread_index()) / kWarpSize;
-    if (lane_index() != 0) return;
-    while (ptx::load_acquire(counter) != turn) {
-    }
-    if (params.defect == kFlagNeverSet && turn == 3) return;
-    ptx::store_release(counter, turn + 1);
-}
-
 }  // namespace mcp::planted
 
 MCP_KERNEL(384) planted_defects(MCP_PARAMS(mcp::planted::Params, params)) {
@@ -283,9 +271,7 @@ MCP_KERNEL(384) planted_defects(MCP_PARAMS(mcp::planted::Params, params)) {
             return planted::threads(params);
         case planted::kRegisters:
             return planted::registers(params);
-        case planted::kBulkStore:
-            return planted::bulk_store(params);
         default:
-            return planted::flags(params);
+            return planted::bulk_store(params);
     }
 }

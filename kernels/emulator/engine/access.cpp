@@ -57,19 +57,6 @@ void load_constant(const void* address, void* value, std::uint32_t num_bytes) {
     std::memcpy(value, address, num_bytes);
 }
 
-std::int32_t load_acquire(const std::int32_t* address) {
-    Cta& cta = this_cta();
-    const bool polling = cta.running->instruction == Instruction::kLoadAcquire;
-    cta.begin(Instruction::kLoadAcquire);
-    if (polling) cta.block(Wait::kGlobalFlag, 0, 0);
-    return __atomic_load_n(address, __ATOMIC_ACQUIRE);
-}
-
-void store_release(std::int32_t* address, std::int32_t value) {
-    this_cta().begin(Instruction::kStoreRelease);
-    __atomic_store_n(address, value, __ATOMIC_RELEASE);
-}
-
 std::int32_t atomic_add(std::int32_t* address, std::int32_t value) {
     this_cta().begin(Instruction::kAtomicAdd);
     return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
@@ -116,11 +103,6 @@ void fence_mbarrier_init() {
     cta.begin(Instruction::kFenceMBarrierInit);
     cta.running->tick();
     fence_initialised_barriers(*cta.running);
-}
-
-// Memory of other CTAs is one coherent memory here, so there is nothing to order.
-void fence_gpu() {
-    this_cta().begin(Instruction::kFenceGpu);
 }
 
 void report_poison(std::uint32_t bits) {

@@ -14,8 +14,6 @@ void store_shared(std::uint32_t address, const void* value, std::uint32_t num_by
 
 // PTX ISA, ld.global.nc: fails outside the launch's buffers, when these are known.
 void load_constant(const void* address, void* value, std::uint32_t num_bytes);
-std::int32_t load_acquire(const std::int32_t* address);
-void store_release(std::int32_t* address, std::int32_t value);
 std::int32_t atomic_add(std::int32_t* address, std::int32_t value);
 void atomic_add(float* address, float value);
 void atomic_max(float* address, float value);
@@ -25,7 +23,6 @@ void atomic_max(float* address, float value);
 void fence_proxy_async();
 // PTX ISA, fence.mbarrier_init.release.cluster.
 void fence_mbarrier_init();
-void fence_gpu();
 
 [[noreturn]] void report_poison(std::uint32_t bits);
 

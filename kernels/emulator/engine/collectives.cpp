@@ -119,14 +119,6 @@ std::uint32_t ballot(bool predicate) {
     return mine.result;
 }
 
-bool elect_one() {
-    Cta& cta = this_cta();
-    collective(Instruction::kElect, 0, nullptr, [](Warp&, void**) {});
-    const int leader = static_cast<int>(
-        (cta.config.seed * 7 + 31 * static_cast<unsigned>(cta.running->warp())) % kWarpLanes);
-    return cta.running->lane() == leader;
-}
-
 void sync_warp() {
     collective(Instruction::kSyncWarp, 0, nullptr, [](Warp& warp, void**) {
         VectorClock all;

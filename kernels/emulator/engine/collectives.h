@@ -15,8 +15,6 @@ std::uint32_t shuffle(std::uint32_t value, int source_lane);
 std::uint32_t shuffle_xor(std::uint32_t value, int lane_mask);
 // PTX ISA, vote.sync: the lanes' predicates as a mask.
 std::uint32_t ballot(bool predicate);
-// PTX ISA, elect.sync: one leader, the same for the same membermask; which one is not promised.
-bool elect_one();
 // PTX ISA, bar.warp.sync: orders memory accesses among the lanes.
 void sync_warp();
 

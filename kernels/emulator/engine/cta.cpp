@@ -4,15 +4,12 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
-#include <thread>
 
 namespace mcp::emulator {
 
 namespace {
 
 constexpr std::size_t kMaxHistoryBytes = 4 << 20;
-// Only another CTA can set a global flag, so waiting for one ends by the clock on the wall.
-constexpr auto kFlagPatience = std::chrono::seconds(20);
 
 thread_local Cta* current_cta = nullptr;
 
@@ -88,7 +85,7 @@ bool Cta::run() {
             if (!error.empty()) throw Failure{};
             if (!pending_.empty() && random.below(1024) < eagerness_) complete_something();
             if (ready_warps_ == 0 && complete_something()) continue;
-            if (ready_warps_ == 0) wait_for_other_blocks();
+            if (ready_warps_ == 0) report_deadlock();
             Warp& warp = warps[static_cast<std::size_t>(choose_warp())];
             const std::uint32_t turn = random.below(kWarpLanes);
             const std::uint32_t lanes = warp.ready_lanes;
@@ -105,26 +102,6 @@ bool Cta::run() {
     }
     current_cta = nullptr;
     return error.empty();
-}
-
-// Only threads that poll flags in global memory are left: other CTAs may set them.
-void Cta::wait_for_other_blocks() {
-    const auto now = std::chrono::steady_clock::now();
-    const bool progressed = progress_ != progress_at_poll_;
-    if (progressed) {
-        progress_at_poll_ = progress_;
-        polling_since_ = now;
-    }
-    const bool alone = config.num_blocks == 1 && !progressed;
-    const bool patient = !alone && now - polling_since_ < kFlagPatience;
-    bool someone = false;
-    for (Thread& thread : threads) {
-        if (thread.wait != Wait::kGlobalFlag) continue;
-        someone = true;
-        if (patient) wake(thread);
-    }
-    if (!someone || !patient) report_deadlock();
-    std::this_thread::yield();
 }
 
 int Cta::choose_warp() {
@@ -228,7 +205,6 @@ bool Cta::complete_something() {
 void Cta::begin(Instruction instruction) {
     ++counts[static_cast<int>(instruction)];
     running->instruction = instruction;
-    if (instruction != Instruction::kLoadAcquire) ++progress_;
     if (config.seed != 0 && random.below(64) == 0) yield();
 }
 
@@ -315,9 +291,6 @@ std::string Cta::waiting_for(const Thread& thread) {
             break;
         case Wait::kBulkGroup:
             std::snprintf(text, sizeof text, "cp.async.bulk.wait_group");
-            break;
-        case Wait::kGlobalFlag:
-            std::snprintf(text, sizeof text, "a flag in global memory that no other CTA sets");
             break;
         default:
             std::snprintf(text, sizeof text, "nothing");

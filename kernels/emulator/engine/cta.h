@@ -2,7 +2,6 @@
 // asynchronous work completes.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -36,8 +35,7 @@ enum class Wait : std::uint8_t {
     kNamedBarrier,
     kRegisters,
     kWgmma,
-    kBulkGroup,
-    kGlobalFlag
+    kBulkGroup
 };
 
 struct Thread {
@@ -167,7 +165,6 @@ class Cta {
   private:
     static void enter(void* argument);
     void finish_thread();
-    void wait_for_other_blocks();
     void choose_policy();
     bool complete_something();
     int choose_warp();
@@ -181,9 +178,6 @@ class Cta {
     std::vector<Pending> pending_;
     std::uint32_t ready_warps_ = 0;
     int alive_ = 0;
-    std::uint64_t progress_ = 0;  // instructions that are no polls of global flags
-    std::uint64_t progress_at_poll_ = 0;
-    std::chrono::steady_clock::time_point polling_since_;
     // Policy, drawn from the seed.
     std::uint32_t eagerness_ = 0;  // of 1024: chance per step that asynchronous work completes
     bool starving_ = false;        // always the warp that is highest in `rank_`

@@ -10,15 +10,12 @@ namespace mcp::emulator {
     X(kLoadShared, "ld.shared", "Data Movement and Conversion Instructions: ld")                   \
     X(kStoreShared, "st.shared", "Data Movement and Conversion Instructions: st")                  \
     X(kLoadConstant, "ld.global.nc", "Data Movement and Conversion Instructions: ld.global.nc")    \
-    X(kLoadAcquire, "ld.acquire.gpu", "Data Movement and Conversion Instructions: ld")             \
-    X(kStoreRelease, "st.release.gpu", "Data Movement and Conversion Instructions: st")            \
     X(kAtomicAdd, "atom.add", "Parallel Synchronization and Communication Instructions: atom")     \
     X(kAtomicMax, "atom.max", "Parallel Synchronization and Communication Instructions: atom")     \
     X(kLdmatrix, "ldmatrix", "Warp-level Matrix Load Instruction: ldmatrix")                       \
     X(kStmatrix, "stmatrix", "Warp-level Matrix Store Instruction: stmatrix")                      \
     X(kShuffle, "shfl.sync", "Data Movement and Conversion Instructions: shfl.sync")               \
     X(kVote, "vote.sync", "Parallel Synchronization and Communication Instructions: vote.sync")    \
-    X(kElect, "elect.sync", "Parallel Synchronization and Communication Instructions: elect.sync") \
     X(kSyncWarp, "bar.warp.sync",                                                                  \
       "Parallel Synchronization and Communication Instructions: bar.warp.sync")                    \
     X(kBarSync, "bar.sync", "Parallel Synchronization and Communication Instructions: bar")        \
@@ -34,8 +31,6 @@ namespace mcp::emulator {
     X(kFenceProxyAsync, "fence.proxy.async",                                                       \
       "Parallel Synchronization and Communication Instructions: membar, fence")                    \
     X(kFenceMBarrierInit, "fence.mbarrier_init",                                                   \
-      "Parallel Synchronization and Communication Instructions: membar, fence")                    \
-    X(kFenceGpu, "fence.acq_rel.gpu",                                                              \
       "Parallel Synchronization and Communication Instructions: membar, fence")                    \
     X(kTmaLoad, "cp.async.bulk.tensor (load)",                                                     \
       "Data Movement and Conversion Instructions: cp.async.bulk.tensor")                           \

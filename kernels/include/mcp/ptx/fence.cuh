@@ -16,9 +16,5 @@ MCP_DEVICE void fence_proxy_async() {
 MCP_DEVICE void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Orders the caller's accesses for all threads of the GPU.
-MCP_DEVICE void fence_gpu() {
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-}
 
 }  // namespace mcp::ptx

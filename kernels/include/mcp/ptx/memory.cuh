@@ -41,14 +41,6 @@ MCP_DEVICE f32x2 load_shared_f32x2(u32 address) {
                  : "memory");
     return v;
 }
-MCP_DEVICE f32x4 load_shared_f32x4(u32 address) {
-    f32x4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
 MCP_DEVICE void store_shared_u32(u32 address, u32 value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
@@ -102,16 +94,6 @@ MCP_DEVICE void atomic_max(float* address, float value) {
     } else {
         atomicMax(reinterpret_cast<i32*>(address), static_cast<i32>(bits));
     }
-}
-
-// A flag between CTAs: what was written before the release is seen after the acquire.
-MCP_DEVICE i32 load_acquire(const i32* address) {
-    i32 value;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-MCP_DEVICE void store_release(i32* address, i32 value) {
-    asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 }  // namespace mcp::ptx

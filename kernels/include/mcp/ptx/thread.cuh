@@ -1,4 +1,4 @@
-// Who am I, and what the lanes of a warp tell each other. PTX ISA: shfl, vote, elect, bar.
+// Who am I, and what the lanes of a warp tell each other. PTX ISA: shfl, vote, bar.
 #pragma once
 
 #include <mcp/types.h>
@@ -46,20 +46,9 @@ MCP_DEVICE u32 shuffle_xor(u32 value, int lane_mask) {
 MCP_DEVICE float shuffle_xor(float value, int lane_mask) {
     return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
-// Whether `predicate` holds in any (all) of the 32 lanes, which call together.
+// Whether `predicate` holds in any of the 32 lanes, which call together.
 MCP_DEVICE bool any_lane(bool predicate) {
     return __any_sync(0xffffffffu, predicate) != 0;
-}
-MCP_DEVICE bool all_lanes(bool predicate) {
-    return __all_sync(0xffffffffu, predicate) != 0;
-}
-
-// True in exactly one lane of the warp, the same at every call. All 32 lanes call together.
-MCP_DEVICE bool elect_one() {
-    u32 elected;
-    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}\n"
-                 : "=r"(elected));
-    return elected != 0;
 }
 
 }  // namespace mcp::ptx

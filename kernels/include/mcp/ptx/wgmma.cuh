@@ -50,8 +50,7 @@ constexpr bool kIsBf16<bf16> = true;
 #define MCP_R56 MCP_R48, MCP_R8(48)
 #define MCP_R64 MCP_R56, MCP_R8(56)
 #define MCP_R80 MCP_R64, MCP_R8(64), MCP_R8(72)
-#define MCP_R88 MCP_R80, MCP_R8(80)
-#define MCP_R96 MCP_R88, MCP_R8(88)
+#define MCP_R96 MCP_R80, MCP_R8(80), MCP_R8(88)
 #define MCP_R128 MCP_R96, MCP_R8(96), MCP_R8(104), MCP_R8(112), MCP_R8(120)
 #define MCP_T16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define MCP_T32 MCP_T16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -60,8 +59,7 @@ constexpr bool kIsBf16<bf16> = true;
 #define MCP_T56 MCP_T48 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define MCP_T64 MCP_T56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define MCP_T80 MCP_T64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-#define MCP_T88 MCP_T80 ",%80,%81,%82,%83,%84,%85,%86,%87"
-#define MCP_T96 MCP_T88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define MCP_T96 MCP_T80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define MCP_T128 \
     MCP_T96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
             ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
@@ -97,35 +95,24 @@ constexpr bool kIsBf16<bf16> = true;
 // `accumulate` false: D is overwritten.
 template <class T, int kN, int kTransA, int kTransB>
 MCP_DEVICE void wgmma_ss(float (&d)[kN / 2], u64 a, u64 b, bool accumulate) {
-    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 ||
-                      kN == 160 || kN == 176 || kN == 192 || kN == 256,
+    static_assert(kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 || kN == 160,
                   "add the shape below");
-    MCP_SS(32, 16, 16, 17, 18, 19, 20)
     MCP_SS(64, 32, 32, 33, 34, 35, 36)
     MCP_SS(80, 40, 40, 41, 42, 43, 44)
     MCP_SS(96, 48, 48, 49, 50, 51, 52)
     MCP_SS(112, 56, 56, 57, 58, 59, 60)
     MCP_SS(128, 64, 64, 65, 66, 67, 68)
     MCP_SS(160, 80, 80, 81, 82, 83, 84)
-    MCP_SS(176, 88, 88, 89, 90, 91, 92)
-    MCP_SS(192, 96, 96, 97, 98, 99, 100)
-    MCP_SS(256, 128, 128, 129, 130, 131, 132)
 }
 
 // Operand A from four registers a[0..3] of packed pairs, which stay untouched until the wait.
 template <class T, int kN, int kTransB>
 MCP_DEVICE void wgmma_rs(float (&d)[kN / 2], const u32* a, u64 b, bool accumulate) {
-    static_assert(kN == 32 || kN == 64 || kN == 80 || kN == 96 || kN == 112 || kN == 128 ||
-                      kN == 160 || kN == 176 || kN == 192 || kN == 256,
+    static_assert(kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256,
                   "add the shape below");
-    MCP_RS(32, 16, 16, 17, 18, 19, 20, 21, 22)
     MCP_RS(64, 32, 32, 33, 34, 35, 36, 37, 38)
-    MCP_RS(80, 40, 40, 41, 42, 43, 44, 45, 46)
     MCP_RS(96, 48, 48, 49, 50, 51, 52, 53, 54)
-    MCP_RS(112, 56, 56, 57, 58, 59, 60, 61, 62)
     MCP_RS(128, 64, 64, 65, 66, 67, 68, 69, 70)
-    MCP_RS(160, 80, 80, 81, 82, 83, 84, 85, 86)
-    MCP_RS(176, 88, 88, 89, 90, 91, 92, 93, 94)
     MCP_RS(192, 96, 96, 97, 98, 99, 100, 101, 102)
     MCP_RS(256, 128, 128, 129, 130, 131, 132, 133, 134)
 }

@@ -32,11 +32,6 @@ MCP_DEVICE f32x2 load_shared_f32x2(u32 address) {
     emulator::load_shared(address, &value, 8);
     return value;
 }
-MCP_DEVICE f32x4 load_shared_f32x4(u32 address) {
-    f32x4 value;
-    emulator::load_shared(address, &value, 16);
-    return value;
-}
 MCP_DEVICE void store_shared_u32(u32 address, u32 value) {
     emulator::store_shared(address, &value, 4);
 }
@@ -80,13 +75,6 @@ MCP_DEVICE void atomic_add_f32x2(float* address, float x, float y) {
 }
 MCP_DEVICE void atomic_max(float* address, float value) {
     emulator::atomic_max(address, emulator::require_value(value));
-}
-
-MCP_DEVICE i32 load_acquire(const i32* address) {
-    return emulator::load_acquire(address);
-}
-MCP_DEVICE void store_release(i32* address, i32 value) {
-    emulator::store_release(address, value);
 }
 
 }  // namespace mcp::ptx

@@ -1,5 +1,4 @@
-// PTX ISA, Special Registers: tid, ctaid, nctaid; shfl.sync, vote.sync, elect.sync, bar.warp.sync,
-// bar.
+// PTX ISA, Special Registers: tid, ctaid, nctaid; shfl.sync, vote.sync, bar.warp.sync, bar.
 #pragma once
 
 #include <engine/collectives.h>
@@ -45,13 +44,6 @@ MCP_DEVICE float shuffle_xor(float value, int lane_mask) {
 }
 MCP_DEVICE bool any_lane(bool predicate) {
     return emulator::ballot(predicate) != 0;
-}
-MCP_DEVICE bool all_lanes(bool predicate) {
-    return emulator::ballot(predicate) == 0xffffffffu;
-}
-
-MCP_DEVICE bool elect_one() {
-    return emulator::elect_one();
 }
 
 }  // namespace mcp::ptx
