@@ -259,8 +259,9 @@ struct DqConsumer {
         for (int half = 0; half < 2; half++) {
             const i32 row = place.row + 8 * half;
             const bool valid = row < work.row0 + work.rows;
-            lse[half] = valid ? params.lse_2[line + row] : positive_infinity();
-            delta[half] = valid ? params.delta[line + row] : 0.0f;
+            lse[half] = valid ? ptx::load_global<float>(params.lse_2 + line + row)
+                              : positive_infinity();
+            delta[half] = valid ? ptx::load_global<float>(params.delta + line + row) : 0.0f;
         }
         if constexpr (Traits::kDropout) {
             words.load(words_of_head(params.dropout, work.head) + place.row);

@@ -49,7 +49,7 @@ struct RowPart {
     u32x4 words;
 
     MCP_DEVICE void load(const void* tensor, i64 at) {
-        words = *reinterpret_cast<const u32x4*>(static_cast<const u16*>(tensor) + at);
+        words = ptx::load_global<u32x4>(static_cast<const u16*>(tensor) + at);
     }
     MCP_DEVICE void unpack(float (&x)[kColumnsAtOnce]) const {
         const u32 pairs[4] = {words.x, words.y, words.z, words.w};
@@ -61,9 +61,9 @@ struct RowPart {
         }
     }
     MCP_DEVICE static void store(void* tensor, i64 at, const float (&x)[kColumnsAtOnce]) {
-        *reinterpret_cast<u32x4*>(static_cast<u16*>(tensor) + at) = {
-            ptx::pack2<T>(x[0], x[1]), ptx::pack2<T>(x[2], x[3]), ptx::pack2<T>(x[4], x[5]),
-            ptx::pack2<T>(x[6], x[7])};
+        ptx::store_global<u32x4>(static_cast<u16*>(tensor) + at,
+                                 {ptx::pack2<T>(x[0], x[1]), ptx::pack2<T>(x[2], x[3]),
+                                  ptx::pack2<T>(x[4], x[5]), ptx::pack2<T>(x[6], x[7])});
     }
 };
 template <>
@@ -72,8 +72,8 @@ struct RowPart<float> {
 
     MCP_DEVICE void load(const void* tensor, i64 at) {
         const float* from = static_cast<const float*>(tensor) + at;
-        halves[0] = *reinterpret_cast<const f32x4*>(from);
-        halves[1] = *reinterpret_cast<const f32x4*>(from + 4);
+        halves[0] = ptx::load_global<f32x4>(from);
+        halves[1] = ptx::load_global<f32x4>(from + 4);
     }
     MCP_DEVICE void unpack(float (&x)[kColumnsAtOnce]) const {
         MCP_UNROLL
@@ -84,8 +84,8 @@ struct RowPart<float> {
     }
     MCP_DEVICE static void store(void* tensor, i64 at, const float (&x)[kColumnsAtOnce]) {
         float* to = static_cast<float*>(tensor) + at;
-        *reinterpret_cast<f32x4*>(to) = {x[0], x[1], x[2], x[3]};
-        *reinterpret_cast<f32x4*>(to + 4) = {x[4], x[5], x[6], x[7]};
+        ptx::store_global<f32x4>(to, {x[0], x[1], x[2], x[3]});
+        ptx::store_global<f32x4>(to + 4, {x[4], x[5], x[6], x[7]});
     }
 };
 
@@ -97,8 +97,8 @@ MCP_DEVICE void store_stats(
     const i32 at = row - copy + (has_place ? 0 : params.num_rows);
     if (at < 0) return;
     const i64 line = static_cast<i64>(copy * params.num_heads + head) * params.padded_rows;
-    params.lse_2[line + at] = has_place ? lse_2 : 0.0f;
-    params.delta[line + at] = has_place ? delta : 0.0f;
+    ptx::store_global<float>(params.lse_2 + line + at, has_place ? lse_2 : 0.0f);
+    ptx::store_global<float>(params.delta + line + at, has_place ? delta : 0.0f);
 }
 
 // A lane per row, and per copy while there are lanes: neighbouring rows are neighbours in memory.
@@ -113,9 +113,10 @@ MCP_DEVICE void store_block_stats(const BwdPreprocessParams& params,
     MCP_UNROLL
     for (int i = 0; i < kRowsAtOnce; i++) delta = lane % kRowsAtOnce == i ? sums[i] : delta;
     const i64 lse_at = row * params.lse_row_stride + block.head * params.lse_head_stride;
-    const float lse = params.lse[lse_at];
+    const float lse = ptx::load_global<float>(params.lse + lse_at);
     const bool empty = lse == negative_infinity();
-    const float dlse = params.dlse == nullptr ? 0.0f : params.dlse[lse_at];
+    const float dlse =
+        params.dlse == nullptr ? 0.0f : ptx::load_global<float>(params.dlse + lse_at);
     for (i32 copy = lane / kRowsAtOnce; copy < kStatCopies; copy += Block::kLanes / kRowsAtOnce) {
         store_stats(params, copy, row, block.head, empty ? positive_infinity() : lse * kLog2E,
                     empty ? 0.0f : delta - dlse);

@@ -47,11 +47,12 @@ MCP_DEVICE void load_earlier(const FwdParams& params,
     for (int half = 0; half < 2; half++) {
         const RowPlace at(work, place, half);
         if (!at.valid) continue;
-        softmax.start(half, *at.lse(params, work), params.score_per_lse, place.column == 0);
+        softmax.start(half, ptx::load_global<float>(at.lse(params, work)), params.score_per_lse,
+                      place.column == 0);
         const float* earlier = params.earlier + at.out_offset(params, work) + place.column;
         MCP_UNROLL
         for (int i = 0; i < kSize / 4; i++) {
-            const f32x2 pair = *reinterpret_cast<const f32x2*>(earlier + 8 * i);
+            const f32x2 pair = ptx::load_global<f32x2>(earlier + 8 * i);
             out[4 * i + 2 * half] = pair.x;
             out[4 * i + 2 * half + 1] = pair.y;
         }
@@ -86,7 +87,7 @@ MCP_DEVICE void finish_rows(const FwdParams& params,
         factor[half] = end.factor;
         // A row that nothing was added to keeps its bits.
         if (place.column == 0 && at.valid && !softmax.is_as_started(half, sum, sink)) {
-            *at.lse(params, work) = end.lse;
+            ptx::store_global<float>(at.lse(params, work), end.lse);
         }
     }
 }
@@ -144,7 +145,7 @@ struct OutRows {
             const i32x4 bytes =
                 ptx::load_shared_i32x4((chunk + j * 4 * kRowBytes) ^ (j % 2 ? 64u : 0u));
             if (j < num && has_column) {
-                *reinterpret_cast<i32x4*>(row0 + j * step + panel * kRowBytes) = bytes;
+                ptx::store_global<i32x4>(row0 + j * step + panel * kRowBytes, bytes);
             }
         }
         ptx::sync_warp();  // the room may be filled again

@@ -16,7 +16,7 @@ MCP_DEVICE void store_or_add_row_f32(
         if (adds) {
             ptx::atomic_add_f32x2(row + 8 * i, x, y);
         } else {
-            *reinterpret_cast<f32x2*>(row + 8 * i) = {x, y};
+            ptx::store_global<f32x2>(row + 8 * i, {x, y});
         }
     }
 }
@@ -40,7 +40,7 @@ MCP_DEVICE void store_row_16(
         const u32x2 pair = odd ? u32x2{received, packed[1]} : u32x2{packed[0], received};
         // The even lane keeps group i, the odd lane takes group i + 1, whose columns begin 2 before
         // its own.
-        if (valid) *reinterpret_cast<u32x2*>(row + 8 * i + (odd ? 6 : 0)) = pair;
+        if (valid) ptx::store_global<u32x2>(row + 8 * i + (odd ? 6 : 0), pair);
     }
 }
 
@@ -64,7 +64,7 @@ MCP_DEVICE void store_column_f32(float* first,
         if constexpr (kAdds) {
             ptx::atomic_add(to, x);
         } else {
-            *to = x;
+            ptx::store_global<float>(to, x);
         }
     }
 }
@@ -88,7 +88,7 @@ MCP_DEVICE void store_column_16(u16* first,
         const u32 pair =
             odd ? received >> 16 | (own & 0xffff0000u) : (own & 0xffffu) | received << 16;
         u16* const to = own_first + column * stride + 64 * chunk;
-        if (column + odd < num_columns) *reinterpret_cast<u32*>(to) = pair;
+        if (column + odd < num_columns) ptx::store_global<u32>(to, pair);
     }
 }
 

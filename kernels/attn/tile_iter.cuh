@@ -77,8 +77,8 @@ struct WorkQueue {
     MCP_DEVICE void finish() const {
         const i32 num_blocks = static_cast<i32>(ptx::num_blocks());
         if (leader && ptx::atomic_add(params.counters + 1, 1) == num_blocks - 1) {
-            params.counters[0] = 0;
-            params.counters[1] = 0;
+            ptx::store_global<i32>(params.counters, 0);
+            ptx::store_global<i32>(params.counters + 1, 0);
         }
     }
 };

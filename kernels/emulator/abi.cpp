@@ -29,7 +29,8 @@ void* mcp_emulator_run(const void* params, const McpEmulatorLaunch* launch) {
     config.record_history = launch->record_history != 0;
     for (int i = 0; i < launch->num_ranges; ++i) {
         const McpEmulatorRange& range = launch->ranges[i];
-        config.global_ranges.push_back({range.name, range.begin, range.bytes});
+        config.global_ranges.push_back(
+            {range.name, range.begin, range.bytes, range.is_written != 0});
     }
     return new LaunchReport(mcp::emulator::launch(config, [params] { kKernel.call(params); }));
 }

@@ -11,6 +11,7 @@ struct McpEmulatorRange {
     const char* name;
     const void* begin;
     std::uint64_t bytes;
+    std::int32_t is_written;
 };
 
 struct McpEmulatorLaunch {

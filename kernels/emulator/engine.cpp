@@ -4,6 +4,7 @@
 #include "engine/collectives.cpp"
 #include "engine/context.cpp"
 #include "engine/cta.cpp"
+#include "engine/global_memory.cpp"
 #include "engine/halves.cpp"
 #include "engine/launch.cpp"
 #include "engine/mbarrier.cpp"

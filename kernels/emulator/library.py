@@ -41,9 +41,14 @@ class EmulatorError(RuntimeError):
 
 
 class Range(ctypes.Structure):
-    """Memory that a kernel may touch."""
+    """Memory that a kernel may read, and write where `is_written`."""
 
-    _fields_ = (("name", c_char_p), ("begin", c_void_p), ("num_bytes", c_uint64))
+    _fields_ = (
+        ("name", c_char_p),
+        ("begin", c_void_p),
+        ("num_bytes", c_uint64),
+        ("is_written", c_int32),
+    )
 
 
 class Launch(ctypes.Structure):
@@ -96,7 +101,8 @@ class Machine:
 
     Seed 0 delays nothing, others do. With one host thread the same seed gives the same run;
     with more, CTAs take work from shared counters in the order in which they happen to run.
-    `registers_per_thread` 0: all that the number of threads leaves. `ranges` empty: addresses are not checked.
+    `registers_per_thread` 0: all that the number of threads leaves. `ranges`, as `Range`: memory that the kernel may
+    touch; none: addresses are not checked.
     """
 
     num_blocks: int
@@ -106,7 +112,7 @@ class Machine:
     host_threads: int = 1
     registers_per_thread: int = 0
     record_history: bool = False
-    ranges: tuple[tuple[str, int, int], ...] = ()
+    ranges: tuple[tuple[str, int, int, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ class Kernel:
                 "mirror its struct"
             )
         ranges = (Range * max(1, len(machine.ranges)))(
-            *(Range(name.encode(), begin, size) for name, begin, size in machine.ranges)
+            *(Range(name.encode(), *place) for name, *place in machine.ranges)
         )
         launch = Launch(
             machine.num_blocks,

@@ -17,19 +17,19 @@ MCP_DEVICE void add_columns(const AddRowsParams& params, i64 index, int head, in
     float sum[kColumns];
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-        if (is_mine(i)) sum[i] = total[i * kWarpSize];
+        if (is_mine(i)) sum[i] = ptx::load_global<float>(total + i * kWarpSize);
     }
     for (i64 place = joined.begin; place < joined.end; ++place) {
         const float* part = params.part + joined.part(place) * params.part_row_stride +
                             head * params.part_head_stride + column;
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            if (is_mine(i)) sum[i] += part[i * kWarpSize];
+            if (is_mine(i)) sum[i] += ptx::load_global<float>(part + i * kWarpSize);
         }
     }
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-        if (is_mine(i)) total[i * kWarpSize] = sum[i];
+        if (is_mine(i)) ptx::store_global<float>(total + i * kWarpSize, sum[i]);
     }
 }
 

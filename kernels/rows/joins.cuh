@@ -18,13 +18,13 @@ struct JoinedRow {
 
     MCP_DEVICE JoinedRow(const Joins& joins, i64 index) : joins(joins) {
         const bool is_listed = joins.rows != nullptr;
-        row = is_listed ? joins.rows[index] : index;
-        begin = is_listed ? joins.begins[index] : index;
-        end = is_listed ? joins.begins[index + 1] : index + 1;
+        row = is_listed ? ptx::load_global<i64>(joins.rows + index) : index;
+        begin = is_listed ? ptx::load_global<i64>(joins.begins + index) : index;
+        end = is_listed ? ptx::load_global<i64>(joins.begins + index + 1) : index + 1;
     }
 
     MCP_DEVICE i64 part(i64 place) const {
-        return joins.parts != nullptr ? joins.parts[place] : place;
+        return joins.parts != nullptr ? ptx::load_global<i64>(joins.parts + place) : place;
     }
 };
 

@@ -29,7 +29,7 @@ struct Weights {
 
 // One lane reads for all, so that none reads what another has written.
 MCP_DEVICE u32 read_by_first(const float* address) {
-    return lane_index() == 0 ? ptx::as_bits(*address) : 0;
+    return lane_index() == 0 ? ptx::load_global<u32>(address) : 0;
 }
 
 MCP_DEVICE float of_first(u32 bits) { return ptx::as_float(ptx::shuffle(bits, 0)); }
@@ -43,7 +43,7 @@ MCP_DEVICE float merge_columns(const MergeRowsParams& params, const JoinedRow& j
     const auto read = [&](const float* from, f32x2(&into)[kPairs]) {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-            if (is_mine(i)) into[i] = *reinterpret_cast<const f32x2*>(from + 2 * kWarpSize * i);
+            if (is_mine(i)) into[i] = ptx::load_global<f32x2>(from + 2 * kWarpSize * i);
         }
     };
     float* out =
@@ -72,7 +72,7 @@ MCP_DEVICE float merge_columns(const MergeRowsParams& params, const JoinedRow& j
     }
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-        if (is_mine(i)) *reinterpret_cast<f32x2*>(out + 2 * kWarpSize * i) = held[i];
+        if (is_mine(i)) ptx::store_global<f32x2>(out + 2 * kWarpSize * i, held[i]);
     }
     return lse;
 }
@@ -86,7 +86,7 @@ MCP_DEVICE void merge_row(const MergeRowsParams& params, i64 index, int head) {
     for (int first = 0; first < params.width; first += kMerged) {
         merged = merge_columns(params, joined, head, lse, first);
     }
-    if (lane_index() == 0) *address = merged;
+    if (lane_index() == 0) ptx::store_global<float>(address, merged);
 }
 
 MCP_DEVICE void merge_rows(const MergeRowsParams& params) {

@@ -63,6 +63,12 @@ FORWARD = {
         "(ptx::dynamic_shared() + 127) / 128 * 128 + 128",
         "misaligned swizzled panel",
     ),
+    "rows past the tile stored": (
+        "attn/fwd_epilogue.cuh",
+        "if (j < num && has_column)",
+        "if (has_column)",
+        r"stores out \+ \d+, which thread \d+ of block . stores, too|lies in no buffer of the launch",
+    ),
     "one register too many": (
         "attn/traits.h",
         "kConsumers == 2 ? 24 : 32",
@@ -202,6 +208,18 @@ BACKWARD = {
         "set_max_registers_down<Traits::kScoreRegisters>",
         "set_max_registers_up<Traits::kScoreRegisters>",
         "inc to 120 registers, but the warp has 128",
+    ),
+    "gradients of 64 stored for a key past the tile": (
+        "attn/bwd_roles.cuh",
+        "const i32 num_keys = work.row0 + work.rows - place.column;",
+        "const i32 num_keys = work.row0 + work.rows - place.column + 1;",
+        r"stores d[kv] \+ \d+, which thread \d+ of block . stores, too|lies in no buffer of the launch",
+    ),
+    "row statistics made of rows past the end": (
+        "attn/bwd_rows.cuh",
+        "if (block.head >= params.num_heads || row >= params.num_rows) return;",
+        "if (block.head >= params.num_heads) return;",
+        "lies in no buffer of the launch",
     ),
     "scores and gradients handed over without proxy fence": (
         "attn/bwd_roles.cuh",

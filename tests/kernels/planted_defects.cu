@@ -6,7 +6,7 @@
 namespace mcp::planted {
 
 // The numbers are the test's too (test_emulator_detectors.py).
-enum Scene : i32 { kProduct, kPhases, kMailbox, kThreads, kRegisters, kBulkStore };
+enum Scene : i32 { kProduct, kPhases, kMailbox, kThreads, kRegisters, kBulkStore, kGlobal };
 
 enum Defect : i32 {
     kNone,
@@ -54,6 +54,13 @@ enum Defect : i32 {
     kStoreUnfenced,
     kOverwriteStored,
     kExitWhileStoring,
+    kLoadOutside,
+    kStoreOutside,
+    kAddOutside,
+    kStoreIntoInput,
+    kStoreOfTwo,
+    kStoreMisaligned,
+    kCachedLoadOfResult,
 };
 
 struct Params {
@@ -256,6 +263,22 @@ MCP_DEVICE void bulk_store(const Params& params) {
     if (ptx::thread_index() == kProducer) ptx::tma_wait_group<0>();
 }
 
+// A thread each stores two numbers of its row of `out`.
+MCP_DEVICE void global(const Params& params) {
+    const i32 defect = params.defect, thread = i32(ptx::thread_index());
+    if (thread >= 128) return;
+    float* to = params.out + 32 * thread;
+    const i32 word =
+        ptx::load_global<i32>(params.words + (defect == kLoadOutside ? 4 : thread % 4));
+    if (defect == kCachedLoadOfResult) ptx::load_constant_f32(to);
+    if (defect == kStoreIntoInput) ptx::store_global<i32>(const_cast<i32*>(params.words), word);
+    if (defect == kAddOutside) ptx::atomic_add(params.out - 1, 1.0f);
+    if (defect == kStoreOutside && thread == 127) to += 32;
+    if (defect == kStoreOfTwo && thread == 5) to += 32;
+    if (defect == kStoreMisaligned) to += 1;
+    ptx::store_global<f32x2>(to, {float(word), float(thread)});
+}
+
 }  // namespace mcp::planted
 
 MCP_KERNEL(384) planted_defects(MCP_PARAMS(mcp::planted::Params, params)) {
@@ -271,7 +294,9 @@ MCP_KERNEL(384) planted_defects(MCP_PARAMS(mcp::planted::Params, params)) {
             return planted::threads(params);
         case planted::kRegisters:
             return planted::registers(params);
-        default:
+        case planted::kBulkStore:
             return planted::bulk_store(params);
+        default:
+            return planted::global(params);
     }
 }

@@ -26,6 +26,7 @@ class Scene(IntEnum):
     THREADS = auto()
     REGISTERS = auto()
     BULK_STORE = auto()
+    GLOBAL = auto()
 
 
 class Params(ctypes.Structure):
@@ -105,6 +106,15 @@ BULK_STORE = {
     "kOverwriteStored": "which a bulk store of thread 128 may still read",
     "kExitWhileStoring": "exits while bulk stores may still read shared memory",
 }
+GLOBAL = {
+    "kLoadOutside": r"ld.global: global address 0x[0-9a-f]+ \+ 4 lies in no buffer of the launch",
+    "kStoreOutside": r"thread 127 .*st.global: writes global address 0x[0-9a-f]+ \+ 8, which lies in no buffer",
+    "kAddOutside": r"atom.add: writes global address 0x[0-9a-f]+ \+ 4, which lies in no buffer",
+    "kStoreIntoInput": "writes words at 0x[0-9a-f]+, which the launch only reads",
+    "kStoreOfTwo": r"thread [56] .*stores out \+ 768, which thread [56] of block 0 stores, too",
+    "kStoreMisaligned": "global address 0x[0-9a-f]+ must be a multiple of 8",
+    "kCachedLoadOfResult": "ld.global.nc: out at 0x[0-9a-f]+ is written by the kernel: the read-only cache",
+}
 EXPECTED = {
     Scene.PRODUCT: PRODUCT,
     Scene.PHASES: PHASES,
@@ -112,6 +122,7 @@ EXPECTED = {
     Scene.THREADS: THREADS,
     Scene.REGISTERS: REGISTERS,
     Scene.BULK_STORE: BULK_STORE,
+    Scene.GLOBAL: GLOBAL,
 }
 
 
@@ -140,8 +151,13 @@ def _run(
     ]
     params = Params(*maps, out.data_ptr(), words.data_ptr(), scene, DEFECTS[defect])
     ranges = [
-        (name, x.data_ptr(), x.nbytes)
-        for name, x in (("tile", tile), ("sums", sums), ("words", words))
+        (name, x.data_ptr(), x.nbytes, is_written)
+        for name, x, is_written in (
+            ("tile", tile, False),
+            ("words", words, False),
+            ("sums", sums, True),
+            ("out", out, True),
+        )
     ]
     threads = 384 if scene == Scene.REGISTERS else 160
     settings = library.Machine(1, threads, SHARED_BYTES, seed=seed, ranges=tuple(ranges), **machine)
@@ -159,6 +175,10 @@ def test_a_right_kernel_passes_every_detector(kernel, scene, seed):
         assert torch.equal(_matrix(result), 2 * once)
     if scene == Scene.BULK_STORE:
         assert (result == 1).all()
+    if scene == Scene.GLOBAL:
+        threads = torch.arange(128)
+        assert torch.equal(result[:, :2], torch.stack([threads % 4, threads], dim=1).float())
+        assert (result[:, 2:] == -7).all()
 
 
 def _matrix(registers: torch.Tensor) -> torch.Tensor:

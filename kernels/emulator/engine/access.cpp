@@ -6,18 +6,13 @@ namespace mcp::emulator {
 
 namespace {
 
-void require_known_memory(const void* address, std::uint32_t num_bytes) {
+Cta& begin_global(Instruction instruction, const void* address, std::uint32_t num_bytes) {
     Cta& cta = this_cta();
+    cta.begin(instruction);
     if (reinterpret_cast<std::uintptr_t>(address) % num_bytes != 0) {
         cta.fail("global address %p must be a multiple of %u", address, num_bytes);
     }
-    if (cta.config.global_ranges.empty()) return;
-    const auto* at = static_cast<const std::uint8_t*>(address);
-    for (const GlobalRange& range : cta.config.global_ranges) {
-        const auto* begin = static_cast<const std::uint8_t*>(range.begin);
-        if (at >= begin && at + num_bytes <= begin + range.bytes) return;
-    }
-    cta.fail("global address %p + %u lies in no buffer of the launch", address, num_bytes);
+    return cta;
 }
 
 // The first fence after mbarrier.init by the thread that initialised.
@@ -52,13 +47,25 @@ void store_shared(std::uint32_t address, const void* value, std::uint32_t num_by
 }
 
 void load_constant(const void* address, void* value, std::uint32_t num_bytes) {
-    this_cta().begin(Instruction::kLoadConstant);
-    require_known_memory(address, num_bytes);
+    begin_global(Instruction::kLoadConstant, address, num_bytes)
+        .global.require_constant_load(address, num_bytes);
     std::memcpy(value, address, num_bytes);
 }
 
+void load_global(const void* address, void* value, std::uint32_t num_bytes) {
+    begin_global(Instruction::kLoadGlobal, address, num_bytes)
+        .global.require_load(address, num_bytes);
+    std::memcpy(value, address, num_bytes);
+}
+
+void store_global(void* address, const void* value, std::uint32_t num_bytes) {
+    begin_global(Instruction::kStoreGlobal, address, num_bytes)
+        .global.note_store(address, num_bytes);
+    std::memcpy(address, value, num_bytes);
+}
+
 std::int32_t atomic_add(std::int32_t* address, std::int32_t value) {
-    this_cta().begin(Instruction::kAtomicAdd);
+    begin_global(Instruction::kAtomicAdd, address, 4).global.require_write(address, 4);
     return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 
@@ -67,7 +74,7 @@ namespace {
 // Replaces a float by `combine` of it, with no other write between.
 template <class Combine>
 void replace_float(Instruction instruction, float* address, Combine combine) {
-    this_cta().begin(instruction);
+    begin_global(instruction, address, 4).global.require_write(address, 4);
     auto* bits = reinterpret_cast<std::uint32_t*>(address);
     std::uint32_t before = __atomic_load_n(bits, __ATOMIC_RELAXED), after;
     do {

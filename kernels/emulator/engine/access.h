@@ -12,8 +12,11 @@ std::uint32_t dynamic_shared();
 void load_shared(std::uint32_t address, void* value, std::uint32_t num_bytes);
 void store_shared(std::uint32_t address, const void* value, std::uint32_t num_bytes);
 
-// PTX ISA, ld.global.nc: fails outside the launch's buffers, when these are known.
+// PTX ISA, ld.global.nc, ld.global, st.global and atom: fail outside the launch's buffers, when
+// these are known (global_memory.h).
 void load_constant(const void* address, void* value, std::uint32_t num_bytes);
+void load_global(const void* address, void* value, std::uint32_t num_bytes);
+void store_global(void* address, const void* value, std::uint32_t num_bytes);
 std::int32_t atomic_add(std::int32_t* address, std::int32_t value);
 void atomic_add(float* address, float value);
 void atomic_max(float* address, float value);

@@ -32,10 +32,12 @@ Cta& this_cta() {
 }
 
 Cta::Cta(const LaunchConfig& launch_config,
+         GlobalMemory& global_memory,
          int block,
          const std::function<void()>& kernel,
          Stacks& stacks)
     : config(launch_config),
+      global(global_memory),
       block_index(block),
       random(launch_config.seed * 1000003 + static_cast<std::uint64_t>(block)),
       threads(static_cast<std::size_t>(launch_config.num_threads)),

@@ -10,6 +10,7 @@
 
 #include "clock.h"
 #include "context.h"
+#include "global_memory.h"
 #include "instructions.h"
 #include "launch.h"
 #include "mbarrier.h"
@@ -124,6 +125,7 @@ class Cta {
   public:
     // Its threads take over `stacks`, at least as many as they are.
     Cta(const LaunchConfig& config,
+        GlobalMemory& global,
         int block,
         const std::function<void()>& kernel,
         Stacks& stacks);
@@ -145,6 +147,7 @@ class Cta {
     void remember(const char* format, ...) __attribute__((format(printf, 2, 3)));
 
     const LaunchConfig& config;
+    GlobalMemory& global;
     const int block_index;
     Random random;
     std::string error;

@@ -10,6 +10,8 @@ namespace mcp::emulator {
     X(kLoadShared, "ld.shared", "Data Movement and Conversion Instructions: ld")                   \
     X(kStoreShared, "st.shared", "Data Movement and Conversion Instructions: st")                  \
     X(kLoadConstant, "ld.global.nc", "Data Movement and Conversion Instructions: ld.global.nc")    \
+    X(kLoadGlobal, "ld.global", "Data Movement and Conversion Instructions: ld")                   \
+    X(kStoreGlobal, "st.global", "Data Movement and Conversion Instructions: st")                  \
     X(kAtomicAdd, "atom.add", "Parallel Synchronization and Communication Instructions: atom")     \
     X(kAtomicMax, "atom.max", "Parallel Synchronization and Communication Instructions: atom")     \
     X(kLdmatrix, "ldmatrix", "Warp-level Matrix Load Instruction: ldmatrix")                       \

@@ -39,10 +39,11 @@ LaunchReport launch(const LaunchConfig& config, const std::function<void()>& ker
     std::atomic<int> next{0};
     std::atomic<bool> failed{false};
     std::mutex merging;
+    GlobalMemory global(config.global_ranges);
     const auto work = [&] {
         Stacks stacks(static_cast<std::size_t>(config.num_threads));
         for (int block = next++; block < config.num_blocks && !failed; block = next++) {
-            Cta cta(config, block, kernel, stacks);
+            Cta cta(config, global, block, kernel, stacks);
             const bool fine = cta.run();
             const std::lock_guard<std::mutex> guard(merging);
             report.history += cta.history;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "global_memory.h"
 #include "instructions.h"
 
 namespace mcp::emulator {
@@ -13,13 +14,6 @@ namespace mcp::emulator {
 // PTX ISA, State Spaces: a CTA of sm_90 has at most 227 KB of shared memory and 64 K registers.
 constexpr std::uint32_t kMaxSharedBytes = 227 * 1024;
 constexpr int kRegistersPerMultiprocessor = 64 * 1024;
-
-// Memory that the kernel may touch through TMA and the read-only loads.
-struct GlobalRange {
-    const char* name;
-    const void* begin;
-    std::uint64_t bytes;
-};
 
 struct LaunchConfig {
     int num_blocks = 1;

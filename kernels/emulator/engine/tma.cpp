@@ -80,17 +80,10 @@ void for_each_run(const EncodedTensorMap& map,
     }
 }
 
-void require_known_memory(const EncodedTensorMap& map) {
-    Cta& cta = this_cta();
-    if (cta.config.global_ranges.empty()) return;
+std::uint64_t bytes_of(const EncodedTensorMap& map) {
     std::uint64_t bytes = map.dims[0] * map.element_bytes;
     for (int i = 1; i < map.rank; ++i) bytes += (map.dims[i] - 1) * map.strides[i - 1];
-    for (const GlobalRange& range : cta.config.global_ranges) {
-        const auto* begin = static_cast<const std::uint8_t*>(range.begin);
-        if (map.address >= begin && map.address + bytes <= begin + range.bytes) return;
-    }
-    cta.fail("the tensor map reaches outside every buffer of the launch: %p + %llu bytes",
-             static_cast<const void*>(map.address), static_cast<unsigned long long>(bytes));
+    return bytes;
 }
 
 BulkIssuer& issuer_of(const Thread& thread) {
@@ -162,7 +155,7 @@ void tma_load(std::uint32_t destination,
     cta.begin(Instruction::kTmaLoad);
     const EncodedTensorMap& map = require_map(map_address);
     require_box(map, destination, box);
-    require_known_memory(map);
+    cta.global.require_load(map.address, bytes_of(map));
     const Epoch done = mbarrier_copy_issued(barrier);
     cta.shared.copy_writes(*cta.running, destination, map.box_bytes(), done);
     cta.start(0, [&cta, map, destination, barrier, box, done] {
@@ -186,7 +179,7 @@ void tma_store(const void* map_address, std::uint32_t source, BoxAt box, bool ad
     cta.begin(add ? Instruction::kTmaReduce : Instruction::kTmaStore);
     const EncodedTensorMap& map = require_map(map_address);
     require_box(map, source, box);
-    require_known_memory(map);
+    cta.global.require_write(map.address, bytes_of(map));
     if (add && map.type != static_cast<std::uint8_t>(TensorType::kFloat32)) {
         cta.fail("the emulator adds float32 only, the tensor map has type %d", map.type);
     }

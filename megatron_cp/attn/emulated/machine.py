@@ -117,9 +117,15 @@ class EmulatedKernel:
         Raises: EmulatorError with the first defect: also a value from nowhere in its results, and counters left set.
         """
         launches, touched = _current(), Memory({}, {}, {}) if memory is None else memory()
-        settings = launches.settings
+        settings, written = launches.settings, touched.filled | touched.changed
         for x in touched.filled.values():
             x.fill_(torch.nan)
+        pair = torch.zeros(2, dtype=torch.int32)
+        ranges = [_range(name, x, False) for name, x in touched.read.items()]
+        ranges += [_range(name, x, True) for name, x in written.items()]
+        if hasattr(params, "counters"):
+            params.counters = pair.data_ptr()
+            ranges.append(_range("counters", pair, True))
         machine = library.Machine(
             num_blocks,
             self.num_threads,
@@ -127,15 +133,12 @@ class EmulatedKernel:
             seed=settings.seed,
             host_threads=settings.host_threads,
             record_history=settings.record_history,
-            ranges=tuple(_range(name, x) for name, x in touched.read.items()),
+            ranges=() if memory is None else tuple(ranges),
         )
-        pair = (ctypes.c_int32 * 2)()
-        if hasattr(params, "counters"):
-            params.counters = ctypes.addressof(pair)
         launches.runs.append(self._kernel.run(params, machine))
-        _check_results(touched.filled | touched.changed)
-        if any(pair):
-            raise EmulatorError(f"the kernel left its work counters at {pair[:]}")
+        _check_results(written)
+        if pair.any():
+            raise EmulatorError(f"the kernel left its work counters at {pair.tolist()}")
 
 
 def load_kernel(name: str, device: int) -> EmulatedKernel:
@@ -160,8 +163,9 @@ def source_of(variant: build.Variant) -> library.Source:
     return library.Source(variant.name, variant.source, variant.entry, params, variant.defines)
 
 
-def _range(name: str, x: Tensor) -> tuple[str, int, int]:
+def _range(name: str, x: Tensor, is_written: bool) -> tuple[str, int, int, bool]:
+    """Returns the memory from the first element of a tensor to its last."""
     if not x.numel():
-        return name, x.data_ptr(), 0
+        return name, x.data_ptr(), 0, is_written
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return name, x.data_ptr(), extent * x.element_size()
+    return name, x.data_ptr(), extent * x.element_size(), is_written

@@ -90,8 +90,8 @@ def _launch_main(
     def memory() -> Memory:
         sums, dkeys = {"dq": dq_sum}, {"dk": dk, "dv": dv}
         if params.store == ADD_FLOATS:
-            return Memory.of(call.read() | sums, {}, sums | dkeys)
-        return Memory.of(call.read() | sums, dkeys, sums)
+            return Memory.of(call.read(), {}, sums | dkeys)
+        return Memory.of(call.read(), dkeys, sums)
 
     kernel.launch(min(num_items, num_sms), params, memory)
     return (dk, dv) if dk.dtype == dtype else (dk.to(dtype), dv.to(dtype))
@@ -112,7 +112,7 @@ def _launch_dq(call: BackwardCall, dq: Tensor, sm_share: float, *, adds: bool) -
 
     def memory() -> Memory:
         made = {"dq": dq}
-        return Memory(call.read() | made, {}, made) if adds else Memory(call.read(), made, {})
+        return Memory(call.read(), {}, made) if adds else Memory(call.read(), made, {})
 
     kernel.launch(blocks, params, memory)
 
@@ -124,6 +124,6 @@ def _postprocess(dq_sum: Tensor, dq: Tensor, dtype: torch.dtype, softmax_scale: 
 
     def memory() -> Memory:
         made = {"dq": dq}
-        return Memory({}, {}, made) if dq is dq_sum else Memory({}, made, {})
+        return Memory({}, {}, made) if dq is dq_sum else Memory({"dq sum": dq_sum}, made, {})
 
     launch_rows(name, dq, num_items, params, memory)

@@ -108,7 +108,8 @@ def _forward_memory(
     filled = {} if earlier_QNH is out_QNH else out
     if earlier_QNH is None:
         return Memory.of(read | scores.touched(), filled | lse, {"max_logits": max_logits_N})
-    return Memory.of(read | scores.touched(), filled, out | lse)
+    held = {} if earlier_QNH is out_QNH else {"earlier": earlier_QNH}
+    return Memory.of(read | held | scores.touched(), filled, out | lse)
 
 
 def empty_results(q_QNH: Tensor, v_KGH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ class Memory(NamedTuple):
     """The tensors of a launch by name, for a machine that watches over them."""
 
     read: dict[str, Tensor]
-    """What the copy engine and read-only loads may touch."""
+    """What the kernel reads and does not write."""
     filled: dict[str, Tensor]
     """What the kernel writes whole, whatever it held."""
     changed: dict[str, Tensor]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_cp.attn.hopper.checks import find_variant, has_memory
 from megatron_cp.attn.hopper.launch import find_map, launch_rows, remember_map
-from megatron_cp.attn.hopper.machine import Kernel
+from megatron_cp.attn.hopper.machine import Kernel, Memory
 from megatron_cp.attn.hopper.passes import RowStats
 from megatron_cp.kernels.driver import FLOAT32
 from megatron_cp.kernels.params import BwdPreprocessParams, TensorMap
@@ -25,9 +25,14 @@ def preprocess(
     `out` is float32 or has the dtype of `dout`; both are `readable`, or one row for all: 16 bytes are read at a time.
     """
     stats, num_items = empty_stats(lse_QN), lse_QN.numel()
-    params, _kept = preprocess_params(out_QNH, dout_QNH, lse_QN, dlse_QN, stats)
+    params, dlse_as_read = preprocess_params(out_QNH, dout_QNH, lse_QN, dlse_QN, stats)
     name = find_variant("backward_preprocess", dout_QNH.dtype, None, dout_QNH.shape[2], None).name
-    launch_rows(name, dout_QNH, num_items, params)
+
+    def memory() -> Memory:
+        read = {"out": out_QNH, "dout": dout_QNH, "lse": lse_QN, "dlse": dlse_as_read}
+        return Memory.of(read, {"row statistics": stats.both}, {})
+
+    launch_rows(name, dout_QNH, num_items, params, memory)
     return stats
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.attn.hopper.launch import launch_rows
+from megatron_cp.attn.hopper.machine import Memory
 from megatron_cp.attn.merge import ByRow
 from megatron_cp.kernels import build
 from megatron_cp.kernels.params import AddRowsParams, Joins, MergeRowsParams
@@ -31,13 +32,22 @@ def merge_parts_(
     Without `by_row` into the first R rows. All in float32.
     """
     params, num_items = merge_params(out, lse, part_out, part_lse, by_row)
-    launch_rows(MERGE, part_out, num_items, params)
+
+    def memory() -> Memory:
+        read = {"part_out": part_out, "part_lse": part_lse, **_lists(by_row)}
+        return Memory(read, {}, {"out": out, "lse": lse})
+
+    launch_rows(MERGE, part_out, num_items, params, memory)
 
 
 def add_parts_(total: Tensor, part: Tensor, by_row: ByRow) -> None:
     """Adds rows of `part` `[R, ...]` to rows of `total`, in place, in the order of `by_row`. Both in float32."""
     params, num_items = add_params(total, part, by_row)
-    launch_rows(ADD, part, num_items, params)
+
+    def memory() -> Memory:
+        return Memory({"part": part, **_lists(by_row)}, {}, {"total": total})
+
+    launch_rows(ADD, part, num_items, params, memory)
 
 
 def merge_params(
@@ -105,6 +115,10 @@ def _has_dense_rows(shape: torch.Size, strides: tuple[int, ...]) -> bool:
             return False
         step *= size
     return True
+
+
+def _lists(by_row: ByRow | None) -> dict[str, Tensor]:
+    return dict(zip(("rows", "begins", "parts"), by_row or (), strict=False))
 
 
 def _joins(by_row: ByRow | None, num_parts: int) -> Joins:

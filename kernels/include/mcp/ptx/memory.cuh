@@ -56,6 +56,16 @@ MCP_DEVICE void store_shared_f32x2(u32 address, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
+// Global memory, `V` at once: 4 to 16 bytes, as aligned as long.
+template <class V>
+MCP_DEVICE V load_global(const void* address) {
+    return *static_cast<const V*>(address);
+}
+template <class V>
+MCP_DEVICE void store_global(void* address, const V& value) {
+    *static_cast<V*>(address) = value;
+}
+
 // Through the read-only cache: the data must not change while the kernel runs.
 MCP_DEVICE i32 load_constant_i32(const i32* address) {
     return __ldg(address);

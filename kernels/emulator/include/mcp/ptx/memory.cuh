@@ -47,6 +47,17 @@ MCP_DEVICE void store_shared_f32x2(u32 address, float x, float y) {
     emulator::store_shared(address, &pair, 8);
 }
 
+template <class V>
+MCP_DEVICE V load_global(const void* address) {
+    V value;
+    emulator::load_global(address, &value, sizeof(V));
+    return value;
+}
+template <class V>
+MCP_DEVICE void store_global(void* address, const V& value) {
+    emulator::store_global(address, &value, sizeof(V));
+}
+
 MCP_DEVICE i32 load_constant_i32(const i32* address) {
     i32 value;
     emulator::load_constant(address, &value, 4);

@@ -1,0 +1,77 @@
+#include "global_memory.h"
+
+#include "cta.h"
+
+namespace mcp::emulator {
+
+GlobalMemory::GlobalMemory(const std::vector<GlobalRange>& ranges) {
+    for (const GlobalRange& range : ranges) {
+        Known known{range, nullptr};
+        if (range.is_written) {
+            // Pages of it are made when a thread stores.
+            void* const storers = std::calloc(range.bytes / 4 + 1, sizeof(std::uint32_t));
+            known.storers.reset(static_cast<std::uint32_t*>(storers));
+        }
+        known_.push_back(std::move(known));
+    }
+}
+
+const GlobalMemory::Known* GlobalMemory::find(const void* address,
+                                              std::uint64_t bytes,
+                                              bool is_written) const {
+    const auto* at = static_cast<const std::uint8_t*>(address);
+    for (const Known& known : known_) {
+        const auto* begin = static_cast<const std::uint8_t*>(known.range.begin);
+        const bool holds = at >= begin && at + bytes <= begin + known.range.bytes;
+        if (holds && known.range.is_written == is_written) return &known;
+    }
+    return nullptr;
+}
+
+void GlobalMemory::require_load(const void* address, std::uint64_t bytes) const {
+    if (known_.empty() || find(address, bytes, false) || find(address, bytes, true)) return;
+    this_cta().fail("global address %p + %llu lies in no buffer of the launch", address,
+                    static_cast<unsigned long long>(bytes));
+}
+
+void GlobalMemory::require_constant_load(const void* address, std::uint64_t bytes) const {
+    require_load(address, bytes);
+    if (const Known* written = find(address, bytes, true)) {
+        this_cta().fail(
+            "%s at %p is written by the kernel: the read-only cache may hold what it was before",
+            written->range.name.c_str(), address);
+    }
+}
+
+void GlobalMemory::require_write(const void* address, std::uint64_t bytes) const {
+    if (known_.empty() || find(address, bytes, true)) return;
+    if (const Known* known = find(address, bytes, false)) {
+        this_cta().fail("writes %s at %p, which the launch only reads", known->range.name.c_str(),
+                        address);
+    }
+    this_cta().fail("writes global address %p + %llu, which lies in no buffer of the launch",
+                    address, static_cast<unsigned long long>(bytes));
+}
+
+void GlobalMemory::note_store(const void* address, std::uint64_t bytes) {
+    require_write(address, bytes);
+    const Known* known = find(address, bytes, true);
+    if (known == nullptr) return;
+    Cta& cta = this_cta();
+    if (known->storers == nullptr) cta.fail("the emulator has no memory to note stores in");
+    const auto begin = reinterpret_cast<std::uintptr_t>(known->range.begin);
+    const auto first = (reinterpret_cast<std::uintptr_t>(address) - begin) / 4;
+    const auto threads = static_cast<std::uint32_t>(cta.config.num_threads);
+    const std::uint32_t self = static_cast<std::uint32_t>(cta.block_index) * threads +
+                               static_cast<std::uint32_t>(cta.running->index) + 1;
+    for (auto word = first; word < first + (bytes + 3) / 4; ++word) {
+        const std::uint32_t before =
+            __atomic_exchange_n(known->storers.get() + word, self, __ATOMIC_RELAXED);
+        if (before == 0 || before == self) continue;
+        cta.fail("stores %s + %llu, which thread %u of block %u stores, too",
+                 known->range.name.c_str(), static_cast<unsigned long long>(4 * word),
+                 (before - 1) % threads, (before - 1) / threads);
+    }
+}
+
+}  // namespace mcp::emulator
