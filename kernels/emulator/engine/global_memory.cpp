@@ -1,19 +1,31 @@
 #include "global_memory.h"
 
+#include <sys/mman.h>
+
+#include <utility>
+
 #include "cta.h"
 
 namespace mcp::emulator {
 
 GlobalMemory::GlobalMemory(const std::vector<GlobalRange>& ranges) {
     for (const GlobalRange& range : ranges) {
-        Known known{range, nullptr};
-        if (range.is_written) {
-            // Pages of it are made when a thread stores.
-            void* const storers = std::calloc(range.bytes / 4 + 1, sizeof(std::uint32_t));
-            known.storers.reset(static_cast<std::uint32_t*>(storers));
-        }
-        known_.push_back(std::move(known));
+        known_.push_back({range, Storers(range.is_written ? range.bytes : 0)});
     }
+}
+
+GlobalMemory::Storers::Storers(std::uint64_t bytes) : size_((bytes + 3) / 4 * 4) {
+    if (size_ == 0) return;
+    void* memory = mmap(nullptr, size_, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory != MAP_FAILED) words_ = static_cast<std::uint32_t*>(memory);
+}
+
+GlobalMemory::Storers::Storers(Storers&& other) noexcept
+    : size_(other.size_), words_(std::exchange(other.words_, nullptr)) {}
+
+GlobalMemory::Storers::~Storers() {
+    if (words_ != nullptr) munmap(words_, size_);
 }
 
 const GlobalMemory::Known* GlobalMemory::find(const void* address,
@@ -58,15 +70,15 @@ void GlobalMemory::note_store(const void* address, std::uint64_t bytes) {
     const Known* known = find(address, bytes, true);
     if (known == nullptr) return;
     Cta& cta = this_cta();
-    if (known->storers == nullptr) cta.fail("the emulator has no memory to note stores in");
+    std::uint32_t* const storers = known->storers.words();
+    if (storers == nullptr) cta.fail("the emulator has no memory to note stores in");
     const auto begin = reinterpret_cast<std::uintptr_t>(known->range.begin);
     const auto first = (reinterpret_cast<std::uintptr_t>(address) - begin) / 4;
     const auto threads = static_cast<std::uint32_t>(cta.config.num_threads);
     const std::uint32_t self = static_cast<std::uint32_t>(cta.block_index) * threads +
                                static_cast<std::uint32_t>(cta.running->index) + 1;
     for (auto word = first; word < first + (bytes + 3) / 4; ++word) {
-        const std::uint32_t before =
-            __atomic_exchange_n(known->storers.get() + word, self, __ATOMIC_RELAXED);
+        const std::uint32_t before = __atomic_exchange_n(storers + word, self, __ATOMIC_RELAXED);
         if (before == 0 || before == self) continue;
         cta.fail("stores %s + %llu, which thread %u of block %u stores, too",
                  known->range.name.c_str(), static_cast<unsigned long long>(4 * word),

@@ -6,8 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -35,13 +33,22 @@ class GlobalMemory {
     void note_store(const void* address, std::uint64_t bytes);
 
   private:
-    struct Free {
-        void operator()(void* memory) const { std::free(memory); }
+    // Of every 4 bytes of written memory: 1 + number of the thread in the grid, 0 where none has
+    // stored. Pages of it are made where one does.
+    class Storers {
+      public:
+        explicit Storers(std::uint64_t bytes);
+        ~Storers();
+        Storers(Storers&& other) noexcept;
+        std::uint32_t* words() const { return words_; }  // null: no memory
+
+      private:
+        std::uint64_t size_;
+        std::uint32_t* words_ = nullptr;
     };
     struct Known {
         GlobalRange range;
-        // Of written memory, per 4 bytes: 1 + number of the thread in the grid, 0 where none has.
-        std::unique_ptr<std::uint32_t, Free> storers;
+        Storers storers;
     };
     const Known* find(const void* address, std::uint64_t bytes, bool is_written) const;
 
