@@ -215,6 +215,12 @@ BACKWARD = {
         "const i32 num_keys = work.row0 + work.rows - place.column + 1;",
         r"stores d[kv] \+ \d+, which thread \d+ of block . stores, too|lies in no buffer of the launch",
     ),
+    "a reader of the mail of 64 and 192 that is not counted": (
+        "attn/bwd_roles.cuh",
+        "mail_ring.init(Rooms::kConsumerWarps + 1);",
+        "mail_ring.init(Rooms::kConsumerWarps);",
+        "ended in the middle of phase|has read, and nothing orders|was written by thread",
+    ),
     "row statistics made of rows past the end": (
         "attn/bwd_rows.cuh",
         "if (block.head >= params.num_heads || row >= params.num_rows) return;",

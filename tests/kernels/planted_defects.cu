@@ -38,6 +38,7 @@ enum Defect : i32 {
     kTooFewArrivals,
     kDataOverBarrier,
     kParityTwo,
+    kOneNotCounted,
     kNoWaitForMail,
     kReleasedByOneLane,
     kUnwrittenWord,
@@ -46,6 +47,7 @@ enum Defect : i32 {
     kBarrierCountsDiffer,
     kBarrierWarpMissing,
     kArrivesTwice,
+    kArrivesForNobody,
     kOutsideBuffer,
     kOutsideShared,
     kNoAlignment,
@@ -179,7 +181,8 @@ MCP_DEVICE void product(const Params& params) {
 MCP_DEVICE void phases(const Params& params) {
     const Memory memory;
     memory.init(params.defect, 2);
-    if (ptx::thread_index() < 2) ptx::mbarrier_arrive(memory.empty);
+    const u32 readers = params.defect == kOneNotCounted ? 3 : 2;
+    if (ptx::thread_index() < readers) ptx::mbarrier_arrive(memory.empty);
     if (params.defect == kOutOfPhase) {
         ptx::sync_warp();
         if (ptx::thread_index() < 2) ptx::mbarrier_arrive(memory.empty);
@@ -222,6 +225,7 @@ MCP_DEVICE void threads(const Params& params) {
         ptx::named_barrier_arrive<160>(3);
         ptx::named_barrier_arrive<160>(3);
     }
+    if (defect == kArrivesForNobody && last_warp) ptx::named_barrier_arrive<160>(3);
     if (defect == kBarrierCountsDiffer && last_warp) ptx::named_barrier_sync<64>(2);
     ptx::named_barrier_sync<160>(2);
     ptx::load_constant_i32x4(params.words + (defect == kOutsideBuffer ? 4 : 0));

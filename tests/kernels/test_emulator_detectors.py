@@ -81,6 +81,7 @@ PHASES = {
     "kTooFewArrivals": "deadlock.*threads 0-159 wait for mbarrier .* parity 1: phase 1 misses 2 of 2",
     "kDataOverBarrier": "overwrites the mbarrier at",
     "kParityTwo": "parity 2 must be 0 or 1",
+    "kOneNotCounted": "ended in the middle of phase 1 of mbarrier .* misses 1 of 2 arrivals and 0 bytes",
 }
 MAILBOX = {
     "kNoWaitForMail": "which nobody has written|was written by thread 128, and nothing orders",
@@ -93,6 +94,7 @@ THREADS = {
     "kBarrierCountsDiffer": "barrier 2 is in use with",
     "kBarrierWarpMissing": "deadlock.*named barrier 2: 128 of 160 threads",
     "kArrivesTwice": "warp 4 arrives at barrier 3 twice before it completes",
+    "kArrivesForNobody": "ended while 32 of 160 threads had arrived at barrier 3",
     "kOutsideBuffer": "lies in no buffer of the launch",
     "kOutsideShared": "lies outside the CTA's",
     "kNoAlignment": "must be a multiple of 8",

@@ -1,6 +1,6 @@
 """The Hopper backend from `attend` to its gradients, its launches run by the emulator: the kernels' own source.
 
-What a GPU would get is here byte by byte: work lists, turns, tensor maps, parameter blocks, launch order.
+What a GPU would get is here byte by byte: work lists, tensor maps, parameter blocks, launch order.
 """
 
 import pytest

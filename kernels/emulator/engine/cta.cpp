@@ -252,6 +252,19 @@ void Cta::check_end() {
                 "0x%x); wait for them before the last thread exits",
                 barrier.copies_in_flight, barrier.address);
         }
+        if (barrier.pending != barrier.expected || barrier.transactions != 0) {
+            fail(
+                "the CTA ended in the middle of phase %lld of mbarrier 0x%x, which misses %u of %u "
+                "arrivals and %lld bytes: who arrives is not who was counted",
+                static_cast<long long>(barrier.phase), barrier.address, barrier.pending,
+                barrier.expected, static_cast<long long>(barrier.transactions));
+        }
+    }
+    for (int id = 0; id < 16; ++id) {
+        const NamedBarrier& barrier = named_barriers[id];
+        if (barrier.arrived == 0) continue;
+        fail("the CTA ended while %d of %d threads had arrived at barrier %d", barrier.arrived,
+             barrier.expected, id);
     }
 }
 

@@ -15,7 +15,7 @@ from megatron_cp.kernels.params import DropoutParams
 
 LOG2_E = math.log2(math.e)
 TINY_SCALE = 1e-30  # stands for softmax_scale = 0, with which masked scores would be -inf * 0
-# Tiles have at most 192 query rows and 128 keys; the words of rows past the end decide nothing, but are read.
+# Tiles of kernels with dropout have at most 192 queries and 128 keys; words of rows past the end are read for nothing.
 ROOM = 256
 _NO_DROPOUT = DropoutParams()
 
