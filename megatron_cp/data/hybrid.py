@@ -78,9 +78,8 @@ class HybridBuilder:
         """Returns both layouts of the replicas' parts of a micro-batch."""
         request = hybrid_request(self.request, self.dp_size)
         hybrid, hybrid_seconds = None, math.inf
-        with suppress(
-            ValueError, NotImplementedError
-        ):  # a scheme, or a limit of memory, that fits each pack alone
+        # A scheme, or a limit of memory, may fit each pack alone.
+        with suppress(ValueError, NotImplementedError):
             hybrid = replace(plan_batch(join_batches(parts), request), spans_replicas=True)
             hybrid_seconds = seconds_of(hybrid, request)
         return BothLayouts(
