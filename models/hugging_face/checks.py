@@ -111,6 +111,17 @@ def with_stored_predictions(
     return arguments
 
 
+def images_of(reader: SafetensorsReader) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Returns shape and type of the tensors that are for images. Raises ConversionError for a type of none."""
+    found = {}
+    for name, info in reader.infos.items():
+        if name.startswith(IMAGES):
+            if isinstance(info.dtype, str):
+                raise refuse(f"{name} has type {info.dtype}; give an unquantised model")
+            found[name] = (info.shape, info.dtype)
+    return found
+
+
 def check_copies(reader: SafetensorsReader, piece: Piece, value: torch.Tensor) -> None:
     """Refuses copies of a tensor that are other tensors: Megatron has one for all."""
     (source, *_) = piece.sources

@@ -30,11 +30,12 @@ from megatron_cp.models.hugging_face.config_file import (
     read_config,
     read_config_file,
 )
-from megatron_cp.models.hugging_face.families import FAMILIES
+from megatron_cp.models.hugging_face.families import FAMILIES, Family
 from megatron_cp.models.hugging_face.refusal import ConversionError, refuse
-from megatron_cp.models.hugging_face.rows import LAYERS, PREDICTIONS, Piece, pieces_of
+from megatron_cp.models.hugging_face.rows import LAYERS, PREDICTIONS, Piece, Source, pieces_of
 from megatron_cp.models.hugging_face.settings import Arguments
 
+LANGUAGE_MODEL = "model.language_model."  # where a model for images too has it
 ITERATION = 1  # Megatron-LM refuses 0; the counters inside stand at 0
 
 
@@ -88,7 +89,7 @@ def to_megatron(request: Request) -> Report:
         make_vocab_size_divisible_by=request.make_vocab_size_divisible_by,
         ignored_keys=request.ignored_keys,
     )
-    reader = hf.SafetensorsReader(request.load, "model.language_model." if family.wrapper else None)
+    reader = hf.SafetensorsReader(request.load, LANGUAGE_MODEL if family.wrapper else None)
     at = family.predictions_at[0].format(number=0, behind=arguments["num_layers"])
     arguments = checks.with_stored_predictions(arguments, reader.infos, at, request.leave_out)
     where = family.predictions_at
@@ -154,16 +155,31 @@ def to_hugging_face(request: Request) -> Report:
             f"{line}; both must describe one model; give --hf-folder with its config.json"
             for line in contradictions
         )
+    whole = _model_for_images(source, family)
     by_layer = any(key.startswith(f"{LAYERS}self_attention.") for key in reader.tensors)
-    where = family.predictions_at
-    pieces = list(pieces_of(family.weights, arguments, by_layer=by_layer, predictions_at=where))
+    pieces = list(
+        pieces_of(
+            family.weights,
+            arguments,
+            by_layer=by_layer,
+            predictions_at=family.predictions_at,
+            names=whole.infos.keys() if whole else (),
+        )
+    )
     stored, left = checks.check_stored(reader, pieces, request.leave_out)
     specs = dict(_specs(stored))
+    if whole is not None:
+        specs = {whole.stored_name(name): spec for name, spec in specs.items()} | checks.images_of(
+            whole
+        )
     carried: list[str] = []
     left_files: list[str] = []
     with _written_aside(request.save) as root, _progress(request, stored) as progress:
         shards = hf.plan_shards(specs, request.max_file_bytes)
-        hf.write_safetensors(root, _tensors(reader, stored, progress), specs, shards)
+        tensors = _tensors(reader, stored, progress)
+        if whole is not None:
+            config, tensors = read_config_file(source), _put_back(tensors, whole)
+        hf.write_safetensors(root, tensors, specs, shards)
         if source.is_dir():
             carried, left_files = hf.carry_files(source, root)
         _write_config(root, _with_dtype(config, stored[0][2]))
@@ -176,6 +192,24 @@ def to_hugging_face(request: Request) -> Report:
         left_files=tuple(left_files),
         is_compared=bool(saved),
     )
+
+
+def _model_for_images(folder: Path, family: Family) -> hf.SafetensorsReader | None:
+    """Returns the model for images too whose language model is converted, where its files are in the folder."""
+    is_whole = (folder / "config.json").is_file() and (
+        read_config_file(folder).get("model_type") == family.wrapper is not None
+    )
+    return hf.SafetensorsReader(folder, LANGUAGE_MODEL) if is_whole else None
+
+
+def _put_back(
+    tensors: Iterator[tuple[str, torch.Tensor]], whole: hf.SafetensorsReader
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of a language model by their names in the whole one, and its others as they are."""
+    for name, tensor in tensors:
+        yield whole.stored_name(name), tensor
+    for name, (shape, _) in checks.images_of(whole).items():
+        yield name, whole.read(Source(name, shape, shape))
 
 
 def _config_for(request: Request, source: Path, saved: Arguments) -> dict[str, Any]:
@@ -244,8 +278,12 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the configuration with the type that the weights have."""
-    name = str(dtype).removeprefix("torch.")
+    """Returns the configuration with the type that the weights have, wherever it is said."""
+    name, inner = str(dtype).removeprefix("torch."), config.get("text_config")
+    if inner is not None and {"dtype", "torch_dtype"} & inner.keys():
+        config = {**config, "text_config": _with_dtype(inner, dtype)}
+        if not {"dtype", "torch_dtype"} & config.keys():
+            return config
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return config if config.get(key) == name else {**config, key: name}
 

@@ -72,7 +72,7 @@ class SafetensorsReader:
             self.infos |= _header(folder / file)
         if index is not None:
             _check_index(folder, index, self.infos)
-        self._stored_names = {name: name for name in self.infos}
+        self._prefix, self._stored_names = prefix, {name: name for name in self.infos}
         if prefix is not None:
             self._call_by_the_model(prefix)
         self._open: tuple[str, Any] | None = None
@@ -90,6 +90,12 @@ class SafetensorsReader:
             )
         self._stored_names = {renamed.get(name, name): name for name in self.infos}
         self.infos = {renamed.get(name, name): info for name, info in self.infos.items()}
+
+    def stored_name(self, name: str) -> str:
+        """Returns a tensor's name in the files, also of one that they do not hold."""
+        if self._prefix is not None and name not in self._stored_names:
+            return name.replace("model.", self._prefix, 1) if name.startswith("model.") else name
+        return self._stored_names.get(name, name)
 
     def unread_files(self) -> list[str]:
         """Returns the names of files of weights that no tensor is read from."""

@@ -9,13 +9,20 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_cp.models.hugging_face.refusal import ConversionError
-from tests.models.hugging_face.test_round_trip import tensors_of, to_hugging_face, to_megatron
+from tests.models.hugging_face import in_ranks
+from tests.models.hugging_face.test_round_trip import (
+    assert_same_folders,
+    tensors_of,
+    to_hugging_face,
+    to_megatron,
+)
 from tests.models.hugging_face.tiny_models import (
     Predicting,
     expected_logits,
     logits_of_folder,
     make_tiny,
 )
+from tests.ranks import run_on_ranks
 
 NAMES = ("qwen3_5", "qwen3_5_moe")
 VISION = {
@@ -44,6 +51,8 @@ def save_whole(name: str, folder: Path) -> Path:
         "mrope_interleaved": True,
         "mrope_section": [2, 1, 1],
     }
+    content["text_config"]["dtype"] = "float32"
+    content.pop("dtype", None)
     path.write_text(json.dumps(content), encoding="utf-8")
     return folder
 
@@ -57,7 +66,7 @@ def change_config(folder: Path, outer: dict, inner: dict) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_language_model_comes_back_alone(tmp_path: Path, name: str):
+def test_the_language_model_comes_back_alone_or_into_the_whole(tmp_path: Path, name: str):
     source = save_whole(name, tmp_path / "source")
     names = load_file(source / "model.safetensors").keys()
     assert any(one.startswith("model.visual.") for one in names)
@@ -65,14 +74,42 @@ def test_the_language_model_comes_back_alone(tmp_path: Path, name: str):
     report = to_megatron(source, tmp_path / "megatron", **WITHOUT_IMAGES)
     assert all(one.startswith("model.visual.") for one in report.left)
     make_tiny(name).save_pretrained(tmp_path / "alone")
-    alone = tensors_of(tmp_path / "alone")
-    for options in ({}, {"hf_folder": source}):
-        back = tmp_path / f"back{len(options)}"
-        to_hugging_face(tmp_path / "megatron", back, **options)
-        found = tensors_of(back)
-        assert found.keys() == alone.keys()
-        assert all(torch.equal(found[one], alone[one]) for one in alone)
-        assert (logits_of_folder(back) - expected_logits(name)).abs().max() == 0
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    found, alone = tensors_of(tmp_path / "back"), tensors_of(tmp_path / "alone")
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(found[one], alone[one]) for one in alone)
+    assert (logits_of_folder(tmp_path / "back") - expected_logits(name)).abs().max() == 0
+    to_hugging_face(tmp_path / "megatron", tmp_path / "whole", hf_folder=source)
+    assert_same_folders(source, tmp_path / "whole")
+    kind = type(make_tiny(name)).__name__.removesuffix("ForCausalLM")
+    again = getattr(transformers, f"{kind}ForConditionalGeneration").from_pretrained(
+        tmp_path / "whole"
+    )
+    assert all(torch.equal(again.state_dict()[one], tensors_of(source)[one]) for one in names)
+
+
+def test_a_whole_model_in_parts_and_in_another_type_is_put_together(tmp_path: Path):
+    source = save_whole("qwen3_5_moe", tmp_path / "source")
+    whole = {one: tensor.bfloat16() for one, tensor in tensors_of(source).items()}
+    to_megatron(source, tmp_path / "megatron", **WITHOUT_IMAGES)
+    save_file(whole, source / "model.safetensors")
+    change_config(source, {"dtype": "bfloat16"}, {"dtype": "bfloat16"})
+    options = {"hf_folder": source, "max_file_bytes": 50_000}
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back", **options)
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 3
+    found = tensors_of(tmp_path / "back")
+    assert found.keys() == whole.keys()
+    for one, tensor in found.items():
+        is_image = one.startswith("model.visual.")
+        assert tensor.dtype == (torch.bfloat16 if is_image else torch.float32)
+        assert torch.equal(tensor.bfloat16(), whole[one])
+    content = json.loads((tmp_path / "back" / "config.json").read_text(encoding="utf-8"))
+    assert (content["dtype"], content["text_config"]["dtype"]) == ("float32", "float32")
+    (source / "model.safetensors").unlink()
+    (reasons,) = run_on_ranks(
+        1, in_ranks.refusal, "hf", tmp_path / "megatron", tmp_path / "no", {"hf_folder": source}
+    )
+    assert "holds neither model.safetensors nor" in reasons[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
