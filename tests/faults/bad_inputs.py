@@ -227,6 +227,7 @@ PROGRAM = (
     ProgramCase(DATA, "--tokenizer-type GPT2BPETokenizer", ("GPT2BPETokenizer", "--merge-file")),
     ProgramCase(DATA, "--tokenizer-type BertWordPieceCase", ("BertWordPieceCase", "HuggingFaceTokenizer")),
     ProgramCase(DATA, "--load nowhere --exit-on-missing-checkpoint", ("nowhere", "no checkpoint")),
+    ProgramCase(DATA, "--load nowhere --finetune", ("nowhere", "whose weights --finetune begins")),
     ProgramCase(OTHER, "--attention-dropout 1.0", ("--attention-dropout 1.0", "[0, 1)")),
     ProgramCase(OTHER, "--hidden-dropout 1.5", ("--hidden-dropout 1.5", "[0, 1)")),
     ProgramCase(OTHER, "--use-mup", ("--use-mup", "not served")),

@@ -69,6 +69,11 @@ def check_checkpoint(config: TrainConfig) -> None:
             f"--load {config.checkpoint.load} holds no checkpoint and "
             "--exit-on-missing-checkpoint was given"
         )
+    if config.checkpoint.finetune:
+        raise ValueError(
+            f"--load {config.checkpoint.load} holds no checkpoint, whose weights --finetune begins with; give the folder "
+            "that has them, or leave out --finetune to begin with random ones"
+        )
 
 
 def choose_checkpoint(config: TrainConfig) -> tuple[Path, Manifest] | None:
