@@ -27,8 +27,8 @@ _REFUSED_SETTINGS = {
     "our pretrain_gpt.py, where one plan spans all replicas",
     "dynamic_context_parallel": "packs of any lengths are balanced by the planner; drop "
     "--dynamic-context-parallel",
-    "hierarchical_context_parallel_sizes": "the planner knows nodes by its topology; drop the "
-    "flag, set --cp-topology",
+    "hierarchical_context_parallel_sizes": "the planner knows nodes by its topology; drop the flag, and name another "
+    "machine by --cp-topology of our pretrain_gpt.py, or hooks.install(topology=...) in a spec module of yours",
     "flash_decode": "is for inference; switch it off",
 }
 
@@ -75,8 +75,8 @@ def validate_config(config: Any) -> None:
     kinds = getattr(config, "cp_comm_type", None)
     if isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1:
         raise NotImplementedError(
-            f"cp_comm_type={list(kinds)} differs by layer; one plan serves all layers; give one "
-            "kind, or choose with --cp-planner"
+            f"cp_comm_type={list(kinds)} differs by layer; one plan serves all layers; give one kind, and choose "
+            "by --cp-planner of our pretrain_gpt.py, or hooks.install(planner=...) in a spec module of yours"
         )
 
 
