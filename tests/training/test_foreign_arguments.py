@@ -142,6 +142,8 @@ def test_documents_that_begin_to_see_each_other_are_told():
             "--reset-position-ids",
         ]
         assert changes_of_meaning(meaning_of(saved), now) == told
+        (line,) = changes_of_meaning(meaning_of(saved), now | {"position_embedding_type": "rope"})
+        assert line == told[0]
     others = {"moe_router_load_balancing_type": "sinkhorn", "moe_expert_capacity_factor": 0.5}
     told = changes_of_meaning(foreign_meaning(defaults), defaults | others)
     assert "--moe-expert-capacity-factor was None, and is 0.5 from here on" in told

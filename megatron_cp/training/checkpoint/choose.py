@@ -71,8 +71,8 @@ def check_checkpoint(config: TrainConfig) -> None:
         )
     if config.checkpoint.finetune:
         raise ValueError(
-            f"--load {config.checkpoint.load} holds no checkpoint, whose weights --finetune begins with; give the folder "
-            "that has them, or leave out --finetune to begin with random ones"
+            f"--load {config.checkpoint.load} holds no checkpoint, whose weights --finetune begins with; give the "
+            "folder that has them, or leave out --finetune to begin with random ones"
         )
 
 

@@ -141,6 +141,12 @@ def changes_of_meaning(saved: Mapping[str, Any], arguments: Mapping[str, Any]) -
     for name, flag in (_ARGUMENTS | dict.fromkeys(_OF_SHAPE)).items():
         if name not in saved:
             continue
+        # RoPE counts through the sample, or turns by distances inside a document: either way by no restart.
+        if (
+            name == "reset_position_ids"
+            and arguments["position_embedding_type"] != "learned_absolute"
+        ):
+            continue
         was, now = saved[name], json.loads(json.dumps(arguments[name]))  # as a manifest has it
         one, other = (_by_layer(name, value, arguments["num_layers"]) for value in (was, now))
         if one != other:
