@@ -65,7 +65,7 @@ PRODUCT = {
     "kWarpsDisagree": "warps of the warpgroup do not issue the same sequence",
     "kExitInFlight": "exits with wgmma products in flight",
     "kUninitialised": "accumulator register 0 was never written",
-    "kOverwriteOperand": "overwrites shared memory .*, which a wgmma of warpgroup 0 may still read",
+    "kOverwriteOperand": "overwrites shared memory .*, which a wgmma of warpgroup 0 may still read|not waited for",
     "kReleaseTooEarly": "overwrites shared memory .*, which a wgmma of warpgroup 0 may still read",
     "kStoreWithoutProxyFence": r"written by thread \d+ through the generic proxy; .*fence.proxy.async",
     "kTooManyArrivals": "has its 1 arrivals already, this one is too many",

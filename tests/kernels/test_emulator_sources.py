@@ -11,10 +11,11 @@ import torch
 from megatron_cp import mask as masks
 from megatron_cp.attn import attend
 from megatron_cp.attn.emulated import machine as emulated_machine
+from megatron_cp.attn.emulated.backend import Settings, running
 from megatron_cp.kernels import build
 from megatron_cp.kernels.emulator import library
 from tests.attn.formula import random_case
-from tests.kernels.careless_changes import BACKWARD, FORWARD
+from tests.kernels.careless_changes import BACKWARD, FORWARD, LATE_LANES
 
 DEVICE = library.KERNELS / "include" / "mcp" / "ptx"
 EMULATED = library.EMULATOR / "include" / "mcp" / "ptx"
@@ -121,6 +122,22 @@ def test_a_careless_change_of_the_backward_kernel_is_found(mutation, tmp_path, m
     out, _ = attend(*leaves, masks.full(300, 200), backend="emulated", deterministic=alone)
     with pytest.raises(library.EmulatorError, match=mutation[-1]):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("mutation", LATE_LANES.values(), ids=LATE_LANES)
+def test_a_lane_that_its_warp_does_not_wait_for_is_found_under_some_seed(
+    mutation, tmp_path, monkeypatch
+):
+    _break(mutation, tmp_path, monkeypatch)
+    # Many tiles between two meetings of a warp: of queries for the backward kernel, of keys else.
+    shape = (1500, 200) if "bwd" in mutation[0] else (200, 1500)
+    inputs, _ = random_case(*shape, (1, 1), (64, 64), torch.bfloat16)
+    leaves = [x.requires_grad_() for x in inputs]
+    with pytest.raises(library.EmulatorError, match=mutation[-1]):
+        for seed in range(1, 25):
+            with running(Settings(seed=seed, host_threads=1)):
+                out, _ = attend(*leaves, masks.full(*shape), backend="emulated")
+                out.sum().backward()
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):

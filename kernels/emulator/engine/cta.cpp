@@ -1,5 +1,6 @@
 #include "cta.h"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -67,11 +68,16 @@ Cta::Cta(const LaunchConfig& launch_config,
 }
 
 // Seed 0 is kind: work completes soon. Other seeds delay it, some until nothing else can happen,
-// and some let a few warps run far ahead of the others.
+// and some let a few warps run far ahead of the others. One lane, of the first two warps of some
+// warpgroup, which are those that move data in our kernels, waits while anything else can go on.
 void Cta::choose_policy() {
     static constexpr std::uint32_t kEagerness[] = {0, 0, 2, 16, 128};
     eagerness_ = config.seed == 0 ? 512 : kEagerness[random.below(5)];
     starving_ = config.seed != 0 && random.below(2) == 0;
+    if (config.seed != 0) {
+        const std::uint32_t group = random.below(static_cast<std::uint32_t>(warpgroups.size()));
+        late_thread_ = static_cast<int>(128 * group + random.below(2 * kWarpLanes));
+    }
     rank_.resize(warps.size());
     for (std::size_t i = 0; i < rank_.size(); ++i) {
         rank_[i] = static_cast<int>(i);
@@ -89,8 +95,13 @@ bool Cta::run() {
             if (ready_warps_ == 0 && complete_something()) continue;
             if (ready_warps_ == 0) report_deadlock();
             Warp& warp = warps[static_cast<std::size_t>(choose_warp())];
+            std::uint32_t lanes = punctual_lanes(warp);
+            if (lanes == 0 && others_can_go_on() && random.below(4096) != 0) {
+                if (random.below(64) == 0) complete_something();
+                continue;
+            }
+            if (lanes == 0) lanes = warp.ready_lanes;
             const std::uint32_t turn = random.below(kWarpLanes);
-            const std::uint32_t lanes = warp.ready_lanes;
             const std::uint32_t rotated = (lanes >> turn) | (turn == 0 ? 0 : lanes << (32 - turn));
             const int lane = (__builtin_ctz(rotated) + static_cast<int>(turn)) % kWarpLanes;
             switch_to(threads[static_cast<std::size_t>(&warp - warps.data()) * kWarpLanes +
@@ -104,6 +115,18 @@ bool Cta::run() {
     }
     current_cta = nullptr;
     return error.empty();
+}
+
+// The lanes that can go on, but for the late one.
+std::uint32_t Cta::punctual_lanes(const Warp& warp) const {
+    const bool has_late = late_thread_ >= 0 && &warp == &warps[late_thread_ / kWarpLanes];
+    return has_late ? warp.ready_lanes & ~(1u << late_thread_ % kWarpLanes) : warp.ready_lanes;
+}
+
+bool Cta::others_can_go_on() const {
+    return !pending_.empty() || std::any_of(warps.begin(), warps.end(), [this](const Warp& warp) {
+        return punctual_lanes(warp) != 0;
+    });
 }
 
 int Cta::choose_warp() {

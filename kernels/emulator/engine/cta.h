@@ -170,6 +170,8 @@ class Cta {
     void finish_thread();
     void choose_policy();
     bool complete_something();
+    std::uint32_t punctual_lanes(const Warp& warp) const;
+    bool others_can_go_on() const;
     int choose_warp();
     void switch_to(Thread& thread);
     [[noreturn]] void report_deadlock();
@@ -184,6 +186,7 @@ class Cta {
     // Policy, drawn from the seed.
     std::uint32_t eagerness_ = 0;  // of 1024: chance per step that asynchronous work completes
     bool starving_ = false;        // always the warp that is highest in `rank_`
+    int late_thread_ = -1;  // waits while anything else can go on; -1: none
     std::vector<int> rank_;
 };
 
