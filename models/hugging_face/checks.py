@@ -11,7 +11,7 @@ import torch
 from megatron_cp.mcore.linear_layers import linear_layers_of
 from megatron_cp.models.hugging_face.refusal import ConversionError, refuse
 from megatron_cp.models.hugging_face.rows import Piece, Source
-from megatron_cp.models.hugging_face.safetensors_folder import SafetensorsReader, TensorInfo
+from megatron_cp.models.hugging_face.safetensors_folder import SafetensorsReader, Specs, TensorInfo
 from megatron_cp.models.hugging_face.settings import Arguments
 from megatron_cp.models.hugging_face.torch_dist_folder import Stored, TorchDistReader
 
@@ -111,7 +111,7 @@ def with_stored_predictions(
     return arguments
 
 
-def images_of(reader: SafetensorsReader) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def images_of(reader: SafetensorsReader) -> Specs:
     """Returns shape and type of the tensors that are for images. Raises ConversionError for a type of none."""
     found = {}
     for name, info in reader.infos.items():

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.mcore.layer_patterns import PATTERNS, layer_pattern
-from megatron_cp.models.hugging_face.families import FAMILIES, Family
+from megatron_cp.models.hugging_face.families import FAMILIES
+from megatron_cp.models.hugging_face.family import Family
 from megatron_cp.models.hugging_face.refusal import ConversionError, listing, refuse
 from megatron_cp.models.hugging_face.settings import Arguments, Config
 
@@ -51,9 +52,8 @@ def _language_model_of(config: dict[str, Any]) -> dict[str, Any]:
         )
     of_both = {"dtype", "torch_dtype", "quantization_config", "tie_word_embeddings"}
     outer = {key: value for key, value in config.items() if key in of_both}
-    if outer.get("tie_word_embeddings") != inner.get(
-        "tie_word_embeddings", outer.get("tie_word_embeddings")
-    ):
+    tied = {one["tie_word_embeddings"] for one in (outer, inner) if "tie_word_embeddings" in one}
+    if len(tied) > 1:
         raise refuse(
             "config.json says tie_word_embeddings twice, and differently, in text_config; transformers reads one for "
             "the whole model and the other for its language model: give both the one that the model was trained with"

@@ -30,9 +30,10 @@ from megatron_cp.models.hugging_face.config_file import (
     read_config,
     read_config_file,
 )
-from megatron_cp.models.hugging_face.families import FAMILIES, Family
+from megatron_cp.models.hugging_face.families import FAMILIES
+from megatron_cp.models.hugging_face.family import Family
 from megatron_cp.models.hugging_face.refusal import ConversionError, refuse
-from megatron_cp.models.hugging_face.rows import LAYERS, PREDICTIONS, Piece, Source, pieces_of
+from megatron_cp.models.hugging_face.rows import LAYERS, PREDICTIONS, Piece, Source
 from megatron_cp.models.hugging_face.settings import Arguments
 
 LANGUAGE_MODEL = "model.language_model."  # where a model for images too has it
@@ -90,12 +91,10 @@ def to_megatron(request: Request) -> Report:
         ignored_keys=request.ignored_keys,
     )
     reader = hf.SafetensorsReader(request.load, LANGUAGE_MODEL if family.wrapper else None)
-    at = family.predictions_at[0].format(number=0, behind=arguments["num_layers"])
-    arguments = checks.with_stored_predictions(arguments, reader.infos, at, request.leave_out)
-    where = family.predictions_at
-    pieces = list(
-        pieces_of(family.weights, arguments, predictions_at=where, names=reader.infos.keys())
+    arguments = checks.with_stored_predictions(
+        arguments, reader.infos, family.first_prediction(arguments), request.leave_out
     )
+    pieces = family.pieces(arguments, names=reader.infos.keys())
     dtypes, left = checks.check_sources(reader.infos, pieces, request.leave_out)
     checks.check_copy_of_tied(reader, left)
     name = -1 if request.transformer_engine else 0
@@ -157,28 +156,18 @@ def to_hugging_face(request: Request) -> Report:
         )
     whole = _model_for_images(source, family)
     by_layer = any(key.startswith(f"{LAYERS}self_attention.") for key in reader.tensors)
-    pieces = list(
-        pieces_of(
-            family.weights,
-            arguments,
-            by_layer=by_layer,
-            predictions_at=family.predictions_at,
-            names=whole.infos.keys() if whole else (),
-        )
-    )
+    pieces = family.pieces(arguments, by_layer=by_layer, names=whole.infos.keys() if whole else ())
     stored, left = checks.check_stored(reader, pieces, request.leave_out)
-    specs = dict(_specs(stored))
+    specs, images = dict(_specs(stored)), checks.images_of(whole) if whole else {}
     if whole is not None:
-        specs = {whole.stored_name(name): spec for name, spec in specs.items()} | checks.images_of(
-            whole
-        )
+        specs = {whole.stored_name(name): spec for name, spec in specs.items()} | images
     carried: list[str] = []
     left_files: list[str] = []
     with _written_aside(request.save) as root, _progress(request, stored) as progress:
         shards = hf.plan_shards(specs, request.max_file_bytes)
         tensors = _tensors(reader, stored, progress)
         if whole is not None:
-            config, tensors = read_config_file(source), _put_back(tensors, whole)
+            config, tensors = read_config_file(source), _put_back(tensors, whole, images)
         hf.write_safetensors(root, tensors, specs, shards)
         if source.is_dir():
             carried, left_files = hf.carry_files(source, root)
@@ -203,12 +192,12 @@ def _model_for_images(folder: Path, family: Family) -> hf.SafetensorsReader | No
 
 
 def _put_back(
-    tensors: Iterator[tuple[str, torch.Tensor]], whole: hf.SafetensorsReader
+    tensors: Iterator[tuple[str, torch.Tensor]], whole: hf.SafetensorsReader, images: hf.Specs
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors of a language model by their names in the whole one, and its others as they are."""
     for name, tensor in tensors:
         yield whole.stored_name(name), tensor
-    for name, (shape, _) in checks.images_of(whole).items():
+    for name, (shape, _) in images.items():
         yield name, whole.read(Source(name, shape, shape))
 
 

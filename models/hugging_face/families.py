@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from megatron_cp.models.hugging_face import expert_settings as experts
 from megatron_cp.models.hugging_face import rope_settings as rope
 from megatron_cp.models.hugging_face import settings as s
 from megatron_cp.models.hugging_face import weights as w
-from megatron_cp.models.hugging_face.rows import BEHIND_THE_OTHERS, Place, Row
-
-Tables = Mapping[Place, tuple[Row, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """What is particular to the models of one `model_type`."""
-
-    model_type: str
-    architecture: str
-    weights: Tables
-    settings: tuple[s.Setting, ...]
-    constants: Mapping[str, Any]
-    """Arguments of Megatron-LM that every model of the family has."""
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of config.json whose other values are not served; an absent key is none of them."""
-    predictions_at: tuple[str, str] = BEHIND_THE_OTHERS
-    """Where prediction layers have their norms and projection, and their layer."""
-    wrapper: str | None = None
-    """The `model_type` of models for images too, of which these are the language models."""
-
+from megatron_cp.models.hugging_face.family import Family, Tables
 
 _LLAMA_LIKE = {
     "swiglu": True,

@@ -7,11 +7,15 @@ query heads x head width by hidden (the legend of all of them stands in rows.py)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from megatron_cp.models.hugging_face.rows import (
     Row,
+    Sizes,
     by_group,
     by_group_with_gate,
     evens_then_odds,
@@ -140,15 +144,27 @@ GATED_ATTENTION = (
     ATTENTION[2],
     *QK_NORM,
 )
+
+
+def _sections(
+    megatron: str,
+    names: tuple[str, ...],
+    hf: tuple[str, str],
+    rows_of: Callable[[int], Callable[[Sizes], np.ndarray]],
+) -> tuple[Row, ...]:
+    """Returns a row for each section of one tensor of Hugging Face."""
+    return tuple(
+        row(f"{megatron}.{name}", hf, rows=rows_of(section)) for section, name in enumerate(names)
+    )
+
+
 # All norms of the family but the last one store their weights minus 1; Megatron's switch is for all.
 _DELTA_NET_STATES = (
-    *(
-        row(
-            f"self_attention.conv1d.weight.{name}",
-            ("linear_attn.conv1d.weight", "Z1W"),
-            rows=section_of(section, "L", "L", "R"),
-        )
-        for section, name in enumerate(("query", "key", "value"))
+    *_sections(
+        "self_attention.conv1d.weight",
+        ("query", "key", "value"),
+        ("linear_attn.conv1d.weight", "Z1W"),
+        lambda section: section_of(section, "L", "L", "R"),
     ),
     row("self_attention.dt_bias", ("linear_attn.dt_bias", "J")),
     row("self_attention.A_log", ("linear_attn.A_log", "J")),
@@ -157,33 +173,27 @@ _DELTA_NET_STATES = (
 )
 GATED_DELTA_NET = (
     row("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight", "H")),
-    *(
-        row(
-            f"self_attention.in_proj.weight.{name}",
-            ("linear_attn.in_proj_qkvz.weight", "XH"),
-            rows=of_key_heads(section, "L", "L", "R", "R"),
-        )
-        for section, name in enumerate(("query", "key", "value", "z"))
+    *_sections(
+        "self_attention.in_proj.weight",
+        ("query", "key", "value", "z"),
+        ("linear_attn.in_proj_qkvz.weight", "XH"),
+        lambda section: of_key_heads(section, "L", "L", "R", "R"),
     ),
-    *(
-        row(
-            f"self_attention.in_proj.weight.{name}",
-            ("linear_attn.in_proj_ba.weight", "YH"),
-            rows=of_key_heads(section, "J", "J"),
-        )
-        for section, name in enumerate(("beta", "alpha"))
+    *_sections(
+        "self_attention.in_proj.weight",
+        ("beta", "alpha"),
+        ("linear_attn.in_proj_ba.weight", "YH"),
+        lambda section: of_key_heads(section, "J", "J"),
     ),
     *_DELTA_NET_STATES,
 )
 GATED_DELTA_NET_BY_KIND = (
     GATED_DELTA_NET[0],
-    *(
-        row(
-            f"self_attention.in_proj.weight.{name}",
-            ("linear_attn.in_proj_qkv.weight", "ZH"),
-            rows=section_of(section, "L", "L", "R"),
-        )
-        for section, name in enumerate(("query", "key", "value"))
+    *_sections(
+        "self_attention.in_proj.weight",
+        ("query", "key", "value"),
+        ("linear_attn.in_proj_qkv.weight", "ZH"),
+        lambda section: section_of(section, "L", "L", "R"),
     ),
     row("self_attention.in_proj.weight.z", ("linear_attn.in_proj_z.weight", "RH")),
     row("self_attention.in_proj.weight.beta", ("linear_attn.in_proj_b.weight", "JH")),

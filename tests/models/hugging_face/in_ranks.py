@@ -153,8 +153,9 @@ def flags(rank: int, world_size: int, folder: Path) -> list[str]:
 
     config = read_config(folder)
     names, family = SafetensorsReader(folder).infos, family_of(config)
-    at = family.predictions_at[0].format(number=0, behind=config["num_hidden_layers"])
-    return training_flags(with_stored_predictions(arguments_of(config), names, at, ()))
+    arguments = arguments_of(config)
+    at = family.first_prediction(arguments)
+    return training_flags(with_stored_predictions(arguments, names, at, ()))
 
 
 def load_and_save(rank: int, world_size: int, root: Path, saved: Path, case: Case) -> None:

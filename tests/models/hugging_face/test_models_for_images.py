@@ -136,6 +136,11 @@ def test_what_may_be_another_model_is_refused(tmp_path: Path):
     with pytest.raises(ConversionError, match=r"model.language_model.norm.weight with .* two mod"):
         to_megatron(source, tmp_path / "megatron", **WITHOUT_IMAGES)
     save_file(whole, source / "model.safetensors")
+    path = source / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    del content["tie_word_embeddings"]  # said once is enough
+    path.write_text(json.dumps(content), encoding="utf-8")
+    to_megatron(source, tmp_path / "said_once", **WITHOUT_IMAGES)
     for outer, inner, said in (
         ({}, {"mrope_section": [4]}, "keys that qwen3_5_text is not known to have: mrope_section"),
         ({}, {"attn_output_gate": False}, "attn_output_gate=False"),

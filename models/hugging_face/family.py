@@ -1,0 +1,47 @@
+"""What is particular to the models of one family of Hugging Face; the families themselves are in families.py."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_cp.models.hugging_face import settings as s
+from megatron_cp.models.hugging_face.rows import BEHIND_THE_OTHERS, Piece, Place, Row, pieces_of
+
+Tables = Mapping[Place, tuple[Row, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What is particular to the models of one `model_type`."""
+
+    model_type: str
+    architecture: str
+    weights: Tables
+    settings: tuple[s.Setting, ...]
+    constants: Mapping[str, Any]
+    """Arguments of Megatron-LM that every model of the family has."""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of config.json whose other values are not served; an absent key is none of them."""
+    predictions_at: tuple[str, str] = BEHIND_THE_OTHERS
+    """Where prediction layers have their norms and projection, and their layer."""
+    wrapper: str | None = None
+    """The `model_type` of models for images too, of which these are the language models."""
+
+    def pieces(
+        self,
+        arguments: dict[str, Any],
+        *,
+        by_layer: bool | None = None,
+        names: Collection[str] = (),
+    ) -> list[Piece]:
+        """Returns every piece of a model of the family; arguments as in `pieces_of`."""
+        at = self.predictions_at
+        return list(
+            pieces_of(self.weights, arguments, by_layer=by_layer, predictions_at=at, names=names)
+        )
+
+    def first_prediction(self, arguments: dict[str, Any]) -> str:
+        """Returns how the names of the first prediction layer's tensors begin."""
+        return self.predictions_at[0].format(number=0, behind=arguments["num_layers"])
