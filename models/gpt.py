@@ -101,6 +101,7 @@ def transformer_config(
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         config = kind(**{**fields, **extra})
     config.experimental_attention_variant = variant
+    config.hybrid_layer_pattern = arguments.get("hybrid_layer_pattern")  # no field in any version
     if arguments.get("position_embedding_type") == "yarn" and not is_latent:
         for name, (argument, default) in _YARN.items():
             value = arguments.get(argument)

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_cp.config import CPConfig
-from megatron_cp.mcore.linear_layers import linear_state_bytes
+from megatron_cp.mcore.mixers import linear_state_bytes
 from megatron_cp.plan.hardware.speeds import read_rank_speeds
 from megatron_cp.plan.hardware.topology import read_topology
 

@@ -26,14 +26,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_cp.api import cp_causal_conv1d, cp_linear_attention
-from megatron_cp.mask.linked import causal_document_lengths
 from megatron_cp.mcore import layers
-from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of, prepare_layer
+from megatron_cp.mcore.micro_batch import PlanFinder, prepare_layer
+from megatron_cp.mcore.recurrence import Recurrence, refuse_inference, split_over_tensor_ranks
 
 _SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 
 
-class ContextGatedDeltaNet(GatedDeltaNet):
+class ContextGatedDeltaNet(Recurrence, GatedDeltaNet):
     """Computes a layer of gated delta net over the whole context, on the rows of this rank.
 
     The constructor takes Megatron's arguments: `config`, `submodules` (`in_proj`, `out_norm`, `out_proj`),
@@ -43,8 +43,6 @@ class ContextGatedDeltaNet(GatedDeltaNet):
 
     Raises NotImplementedError or ValueError for settings that it cannot honour.
     """
-
-    follows_plans = True
 
     def __init__(
         self,
@@ -111,11 +109,7 @@ class ContextGatedDeltaNet(GatedDeltaNet):
         )
         self.dt_bias = torch.nn.Parameter(torch.ones(self._own_heads, **where))
         self.A_log = torch.nn.Parameter(torch.zeros(self._own_heads, **where))
-        own: tuple[Any, ...] = (self.conv1d.weight, self.dt_bias, self.A_log)
-        for parameter in own:
-            # Each tensor rank holds other heads: count them all in the gradient norm.
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim, parameter.partition_stride = 0, 1
+        split_over_tensor_ranks(self.conv1d.weight, self.dt_bias, self.A_log)
 
     def _set_sizes(self) -> None:
         """Sets what Megatron's layer knows of its sizes; its checkpoints are made from them."""
@@ -143,27 +137,12 @@ class ContextGatedDeltaNet(GatedDeltaNet):
         Ranges are Megatron's: those of `torch.nn.Conv1d`, and decays of 1 to 16.
         """
         bound = self.conv1d.kernel_size[0] ** -0.5
-        taps = _drawn_like(self.conv1d.weight, self.tp_size, -bound, bound)
-        decays = _drawn_like(self.A_log, self.tp_size, 1.0, 16.0)
-        rank = self.pg_collection.tp.rank()
+        taps = self._drawn_like(self.conv1d.weight, -bound, bound)
+        decays = self._drawn_like(self.A_log, 1.0, 16.0)
         with torch.no_grad():
             sections = self.in_proj_split_sections[:3]
-            self.conv1d.weight.copy_(self._by_rank(taps, sections).chunk(self.tp_size)[rank])
-            self.A_log.copy_(decays.chunk(self.tp_size)[rank].log())
-
-    def _draw_by_sections(self, weight: torch.Tensor) -> torch.Tensor:
-        """Draws `in_proj`: where all rows are drawn at once, in one order at every tensor-parallel size."""
-        self.config.init_method(weight)
-        if len(weight) == self.in_proj_dim:
-            with torch.no_grad():
-                weight.copy_(self._by_rank(weight.clone(), self.in_proj_split_sections))
-        return weight
-
-    def _by_rank(self, rows: torch.Tensor, own_sections: tuple[int, ...]) -> torch.Tensor:
-        """Returns rows of all heads, section by section, in the order of tensor ranks: each has its part of each."""
-        parts = rows.split([size * self.tp_size for size in own_sections])
-        by_rank = zip(*(part.chunk(self.tp_size) for part in parts), strict=True)
-        return torch.cat([own for parts_of_rank in by_rank for own in parts_of_rank])
+            self.conv1d.weight.copy_(self._own_part(self._by_rank(taps, sections)))
+            self.A_log.copy_(self._own_part(decays).log())
 
     def _sum_gradients_of_norm(self) -> None:
         """Lets tensor ranks add their gradients of the one norm of all heads.
@@ -203,25 +182,19 @@ class ContextGatedDeltaNet(GatedDeltaNet):
         """
         if attention_bias is not None:
             raise NotImplementedError("attention_bias is for softmax attention; leave it None")
-        if inference_context is not None or inference_params is not None:
-            raise NotImplementedError("inference is not served here; use Megatron's own layer")
+        refuse_inference(inference_context, inference_params)
         projected, _ = self.in_proj(hidden_states)
-        num_rows, batch, _ = projected.shape
-        group = group_of(packed_seq_params, self.pg_collection.cp)
-        mask_type = AttnMaskType.causal
-        plan = self._plans.plan(num_rows, group, mask_type, attention_mask, packed_seq_params)
-        rows = Rows.of(num_rows, batch, packed_seq_params)
-        lengths = causal_document_lengths(plan.mask)
-        folded = rows.fold(projected.unsqueeze(2))  # samples that share the plan are more heads
-        channels, z, beta, alpha = folded.split(
+        stream = self._stream(projected, attention_mask, packed_seq_params)
+        batch = stream.folded.shape[1]  # samples that share the plan are more heads
+        channels, z, beta, alpha = stream.folded.split(
             [self.conv_dim_local_tp, *self.in_proj_split_sections[3:]], dim=-1
         )
         channels = cp_causal_conv1d(
             channels.flatten(1),
-            self.conv1d.weight.squeeze(1).repeat(folded.shape[1], 1),
-            plan,
-            group,
-            document_lengths=lengths,
+            self.conv1d.weight.squeeze(1).repeat(batch, 1),
+            stream.plan,
+            stream.group,
+            document_lengths=stream.document_lengths,
             activation="silu",
         ).view_as(channels)
         q, k, v = channels.split(list(self.in_proj_split_sections[:3]), dim=-1)
@@ -231,19 +204,14 @@ class ContextGatedDeltaNet(GatedDeltaNet):
             q,
             k,
             v.reshape(len(v), -1, self.value_head_dim),
-            plan,
-            group,
-            document_lengths=lengths,
+            stream.plan,
+            stream.group,
+            document_lengths=stream.document_lengths,
             g=(-self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)).flatten(1),
             beta=beta.sigmoid().flatten(1),
         )
         gated = self.out_norm(out) * F.silu(z.reshape(out.shape).float())
-        return self.out_proj(rows.unfold(gated.to(out.dtype)))
-
-
-def _drawn_like(own: torch.Tensor, tp_size: int, low: float, high: float) -> torch.Tensor:
-    """Returns uniform numbers in the shape of all tensor ranks' parts, the same on each of them."""
-    return own.new_empty(len(own) * tp_size, *own.shape[1:]).uniform_(low, high)
+        return self.out_proj(stream.rows.unfold(gated.to(out.dtype)))
 
 
 def _of_length_one(x: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -40,6 +40,8 @@ class HookPoint:
     """False: only some versions have it."""
 
 
+_MODEL_INPUTS = ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params")
+
 HOOK_POINTS = (
     HookPoint(
         "get_batch_on_this_tp_rank",
@@ -75,8 +77,22 @@ HOOK_POINTS = (
     HookPoint(
         "GPTModel.forward",
         ("megatron/core/models/gpt/gpt_model.py",),
-        ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params"),
+        _MODEL_INPUTS,
         ("self",),
+    ),
+    HookPoint(
+        "MambaModel.forward",
+        ("megatron/core/models/mamba/mamba_model.py",),
+        _MODEL_INPUTS,
+        ("self",),
+        is_needed=False,
+    ),
+    HookPoint(
+        "HybridModel.forward",
+        ("megatron/core/models/hybrid/hybrid_model.py",),
+        _MODEL_INPUTS,
+        ("self",),
+        is_needed=False,
     ),
 )
 

@@ -10,6 +10,7 @@ ranks and calls the model. The cut is where documents are lost: it is made by ro
     is_first_or_last_pipeline_stage    lets the middle stages load the batch too: they attend as well
     GPTModel.__init__                  tells stages without layers what the layers of other stages plan with
     GPTModel.forward                   gives the plan to the layers, in packed_seq_params
+    MambaModel, HybridModel            the same for hybrid models, by the version's name
     forward_step_calc_loss             divides a loss by the tokens of the whole context group, not of one rank
 
 A batch without documents is left to Megatron's own functions. Importing `megatron_cp.mcore.spec` installs
@@ -44,6 +45,8 @@ from megatron_cp.mcore.documents import (
 from megatron_cp.mcore.hook_points import HOOK_POINTS, TESTED, HookPoint, dotted, mismatch
 from megatron_cp.mcore.wrapping import Wrap, hook_around, is_hook, put_hook, without_hook
 
+HYBRID_MODEL = compat.hybrid_parts().model
+
 _DOCUMENTS = "megatron_cp_documents"  # key of the lengths in a batch, between the two hooks
 _NOT_FOUND = 255
 
@@ -65,6 +68,8 @@ def install(**plan_wishes: Any) -> None:
         _replace_everywhere(name, wrap)
     put_hook(GPTModel, "__init__", model_hooks.register_stage)
     put_hook(GPTModel, "forward", model_hooks.give_plan_to_layers)
+    put_hook(HYBRID_MODEL, "__init__", model_hooks.register_hybrid_stage)
+    put_hook(HYBRID_MODEL, "forward", model_hooks.give_plan_to_layers)
 
 
 def check_hook_points() -> None:
@@ -90,8 +95,10 @@ def _function(point: HookPoint) -> Any:
 
     Raises ImportError where a loaded module of Megatron-Core should define it and does not.
     """
-    if point.name.startswith("GPTModel."):
-        return without_hook(getattr(GPTModel, point.name.removeprefix("GPTModel.")))
+    owner, _, method = point.name.rpartition(".")
+    if owner:
+        owners = {kind.__name__: kind for kind in (GPTModel, HYBRID_MODEL)}
+        return without_hook(getattr(owners[owner], method)) if owner in owners else None
     names = sorted({file.removesuffix(".py").replace("/", ".") for file in point.files})
     loaded = [sys.modules[name] for name in names if name in sys.modules]
     found = [getattr(module, point.name) for module in loaded if hasattr(module, point.name)]

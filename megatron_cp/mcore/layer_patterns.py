@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_cp.mcore.hybrid_pattern import EXPERTS, MLP, hybrid_layers
+
 _OF_KIND: dict[str, Callable[[int, int], bool]] = {
     "window_attn_skip_freq": lambda layer, every: layer % every != 0,
     "linear_attention_freq": lambda layer, every: layer % every != 0,
@@ -31,8 +33,19 @@ def layer_pattern(name: str, frequency: int | Sequence[int], num_layers: int) ->
     return [bool(flag) for flag in frequency]
 
 
+def has_mlps(arguments: Mapping[str, Any]) -> list[bool]:
+    """Returns for each decoder layer whether it has an MLP or experts; all have but mixers of a hybrid model."""
+    pattern = arguments.get("hybrid_layer_pattern")
+    if pattern is None:
+        return [True] * arguments["num_layers"]
+    return [letter in (MLP, EXPERTS) for letter in hybrid_layers(pattern)]
+
+
 def expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
     """Returns for each decoder layer whether it has experts."""
+    pattern = arguments.get("hybrid_layer_pattern")
+    if pattern is not None:
+        return [letter == EXPERTS for letter in hybrid_layers(pattern)]
     if not arguments.get("num_experts"):
         return [False] * arguments["num_layers"]
     frequency = arguments.get("moe_layer_freq") or 1

@@ -20,7 +20,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.data.batch import PlanRequest, make_batch_plans
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mcore.arguments import head_sizes, rows_multiple
-from megatron_cp.mcore.linear_layers import linear_layers, linear_state_bytes
+from megatron_cp.mcore.mixers import SOFTMAX, layer_mixers, linear_state_bytes
 from megatron_cp.plan import AttentionPlan
 
 _requests: set[PlanRequest] = set()
@@ -68,8 +68,8 @@ def has_our_attention(spec: Any) -> bool:
 def _request_of(config: Any, plan_config: CPConfig) -> PlanRequest:
     windows = [
         is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer + 1)
-        for layer, is_linear in enumerate(linear_layers(config))
-        if not is_linear
+        for layer, mixer in enumerate(layer_mixers(config))
+        if mixer == SOFTMAX
     ]
     return PlanRequest(
         cp_size=config.context_parallel_size,

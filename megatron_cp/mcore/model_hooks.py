@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_cp.mcore import layers, rope_fusion
+from megatron_cp.mcore import compat, layers, rope_fusion
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.cut import params_of_documents, params_on
 from megatron_cp.mcore.documents import current_rule, find_documents
+from megatron_cp.mcore.hybrid_pattern import hybrid_stages
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.mcore.validation import balances_samples
 
@@ -39,8 +40,30 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the constructor of Megatron's hybrid model: its configuration does not say which layers attend."""
+    parts = compat.hybrid_parts()
+    signature = inspect.signature(plain)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = signature.bind(self, *args, **kwargs).arguments
+        config = given["config"]
+        is_ours = layers.has_our_attention(given.get(parts.spec))
+        if is_ours:
+            ratios = [given.get(f"hybrid_{kind}_ratio") or 0.0 for kind in ("attention", "mlp")]
+            pattern = given.get(parts.pattern) or given.get("hybrid_override_pattern")
+            if pattern is None:
+                pattern = compat.pattern_of_ratios(config.num_layers, *ratios)
+            config.hybrid_layer_pattern = "".join(hybrid_stages(pattern))
+        plain(self, *args, **kwargs)
+        if is_ours:
+            layers.register_stage(config)
+
+    return __init__
+
+
 def give_plan_to_layers(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `GPTModel.forward`: the plan that came with the tensors goes into packed_seq_params."""
+    """Wraps `forward` of Megatron's model: the plan that came with the tensors goes into packed_seq_params."""
     signature = inspect.signature(plain)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,8 +134,21 @@ def _check_model(model: Any) -> None:
                 f"{name}.core_attention is {type(core).__name__}, which does not follow the plan that the batch was "
                 "cut by; build every layer with the spec: --spec megatron_cp.mcore.spec gpt_layer_spec"
             )
+        if _is_megatrons_recurrence(module):
+            raise NotImplementedError(
+                f"{name} is {type(module).__name__} of Megatron-Core, which takes rows in the order of tokens, and "
+                "does not follow the plan that the batch was cut by; exchange it: with_context_parallel(spec), or "
+                "--spec megatron_cp.mcore.hybrid hybrid_stack_spec"
+            )
     install_position_rotary(model)
     setattr(model, _LOOKED_AT, True)
+
+
+def _is_megatrons_recurrence(module: torch.nn.Module) -> bool:
+    """Returns whether a module carries states from row to row in Megatron's way."""
+    kind = type(module)
+    is_megatrons = kind.__module__.startswith("megatron.core.ssm.")
+    return is_megatrons and ("Mixer" in kind.__name__ or "GatedDelta" in kind.__name__)
 
 
 def normalise_over_context(plain: Callable[..., Any]) -> Callable[..., Any]:

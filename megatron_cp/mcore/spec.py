@@ -8,7 +8,8 @@
 
 A spec is a tree of dataclasses. In a copy of it these leaves are exchanged:
 
-    core_attention    for `ContextParallelAttention`; a gated delta net for `ContextGatedDeltaNet`
+    core_attention    for `ContextParallelAttention`
+    recurrent layers  for `ContextGatedDeltaNet`, `ContextMambaMixer`
     a local norm      for `LocalNorm`, the same but fit for sequence parallelism
     router            for `ContextRouter`, which does not depend on the dispatch
 """
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import CrossAttentionSubmodules
 from megatron.core.transformer.moe.router import TopKRouter
@@ -39,7 +41,8 @@ from megatron_cp.mcore import compat, hooks, layers, program
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.fused_adam import install_fused_adam
 from megatron_cp.mcore.gated_delta_net import ContextGatedDeltaNet, gated_delta_net_layer
-from megatron_cp.mcore.linear_layers import linear_layers
+from megatron_cp.mcore.mamba_mixer import ContextMambaMixer
+from megatron_cp.mcore.mixers import linear_layers
 from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
 from megatron_cp.mcore.router import ContextRouter, EqualWeightRouter
 from megatron_cp.mcore.validation import check_engine, check_spec
@@ -53,6 +56,14 @@ if transformer_block.LayerNormImpl in MEGATRONS_OWN:
     transformer_block.LayerNormImpl = LocalNorm
 
 _log = logging.getLogger(__name__)
+
+# Megatron's recurrent layers, and ours: what stands for them.
+_RECURRENT = {
+    GatedDeltaNet: ContextGatedDeltaNet,
+    MambaMixer: ContextMambaMixer,
+    ContextGatedDeltaNet: ContextGatedDeltaNet,
+    ContextMambaMixer: ContextMambaMixer,
+}
 
 
 def with_context_parallel(
@@ -94,9 +105,9 @@ def with_context_parallel(
             return (
                 ModuleSpec(ContextParallelAttention, params) if params else ContextParallelAttention
             )
-        if getattr(leaf, "module", None) in (GatedDeltaNet, ContextGatedDeltaNet):
+        if getattr(leaf, "module", None) in _RECURRENT:
             num_replaced += 1
-            return _context_gated_delta_net(leaf, attention_options)
+            return _over_context(leaf, attention_options)
         return _exchange_norm_or_router(name, leaf)
 
     copy = _copy_with(spec, exchange)
@@ -108,11 +119,11 @@ def with_context_parallel(
     return copy
 
 
-def _context_gated_delta_net(spec: ModuleSpec, attention_options: dict[str, Any]) -> ModuleSpec:
+def _over_context(spec: ModuleSpec, attention_options: dict[str, Any]) -> ModuleSpec:
     """Returns our layer with the parts of Megatron's; of the options it takes how batches were cut."""
     params = {name: attention_options[name] for name in ("thd_split",) if name in attention_options}
     return ModuleSpec(
-        module=ContextGatedDeltaNet,
+        module=_RECURRENT[spec.module],
         params={**spec.params, **params},
         submodules=_copy_with(spec.submodules, _exchange_norm_or_router),
         metainfo=spec.metainfo,
@@ -227,7 +238,7 @@ class ConfiguredLayer(TransformerLayer):
             NotImplementedError: for a setting that the spec cannot follow, by its name.
             ValueError: for an engine that is not installed.
         """
-        use_te = _uses_transformer_engine(config)
+        use_te = uses_transformer_engine(config)
         args = program.arguments()
         if args is not None and getattr(args, "use_distributed_optimizer", False):
             install_fused_adam()  # it is built after the model; torch's AdamW could not be resumed
@@ -275,7 +286,7 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **attention_opti
         NotImplementedError: for a setting that the spec cannot follow, by its name.
         ValueError: for an engine that is not installed.
     """
-    use_te = _uses_transformer_engine(config)
+    use_te = uses_transformer_engine(config)
     check_spec(config)
     block = compat.decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
     if any(linear_layers(config)):
@@ -296,7 +307,7 @@ def mtp_block_spec(config: Any, *, vp_stage: int | None = None, **attention_opti
     """
     if not config.mtp_num_layers:
         return None
-    use_te = _uses_transformer_engine(config)
+    use_te = uses_transformer_engine(config)
     last_layer = _decoder_layers(config, use_te)[-1]
     block = gpt_layer_specs.get_gpt_mtp_block_spec(
         config, last_layer, use_transformer_engine=use_te, vp_stage=vp_stage
@@ -318,7 +329,7 @@ def _decoder_layers(config: Any, use_te: bool) -> list[Any]:
     ]
 
 
-def _uses_transformer_engine(config: Any) -> bool:
+def uses_transformer_engine(config: Any) -> bool:
     """Returns whether layers are built from Transformer Engine's modules."""
     check_engine(config.transformer_impl)
     if config.transformer_impl == "transformer_engine" and not compat.has_transformer_engine():

@@ -15,7 +15,7 @@ import torch
 
 from megatron_cp.attn.dropout import check_rate
 from megatron_cp.mcore import compat
-from megatron_cp.mcore.linear_layers import check_linear_layers
+from megatron_cp.mcore.mixers import check_mixers
 
 # name -> why, and what to do; refused when the value is true.
 _REFUSED_SETTINGS = {
@@ -44,7 +44,7 @@ def validate_config(config: Any) -> None:
             raise NotImplementedError(
                 f"{name}={getattr(config, name)!r} is not served with context parallelism: {advice}"
             )
-    check_linear_layers(config)
+    check_mixers(config)
     check_rate(config.attention_dropout, "attention_dropout")
     _check_window(config.window_size)
     check_low_precision(config, getattr(config, "transformer_impl", "local"))
@@ -387,7 +387,7 @@ def _engine_of(args: Namespace) -> str:
 SETTING_CHECKS: tuple[Callable[[Namespace], None], ...] = (
     _check_length,
     _check_refused_settings,
-    check_linear_layers,
+    check_mixers,
     lambda args: check_rate(getattr(args, "attention_dropout", 0.0), "attention_dropout"),
     lambda args: _check_window(getattr(args, "window_size", None)),
     lambda args: check_engine(_engine_of(args)),

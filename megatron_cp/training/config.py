@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_cp.mcore.layer_patterns import layer_pattern
-from megatron_cp.mcore.linear_layers import linear_layers
+from megatron_cp.mcore.mixers import SOFTMAX, layer_mixers
 
 Windows = int | list[int] | None
 
@@ -63,6 +63,7 @@ class ModelConfig:
     window_attn_skip_freq: Windows
     experimental_attention_variant: str | None
     linear_attention_freq: Windows
+    hybrid_layer_pattern: str | None
     mtp_num_layers: int | None
     spec: list[str] | None
     bf16: bool
@@ -80,17 +81,17 @@ class ModelConfig:
         return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
 
     def layers_by_mask(self) -> dict[str, int]:
-        """Returns how many layers attend in full and how many through the window; linear ones do neither.
+        """Returns how many layers attend in full and how many through the window; others do neither.
 
         Layers of predictions follow those of the decoder, and are of the last one's kind.
         """
-        is_linear = linear_layers(self)
-        is_linear += is_linear[-1:] * (self.mtp_num_layers or 0)
-        is_window = [self.window_size is not None] * len(is_linear)
+        mixers = layer_mixers(self)
+        mixers += mixers[-1:] * (self.mtp_num_layers or 0)
+        is_window = [self.window_size is not None] * len(mixers)
         if self.window_size is not None and self.window_attn_skip_freq is not None:
             frequency = self.window_attn_skip_freq
-            is_window = layer_pattern("window_attn_skip_freq", frequency, len(is_linear))
-        softmax = [one for one, linear in zip(is_window, is_linear, strict=True) if not linear]
+            is_window = layer_pattern("window_attn_skip_freq", frequency, len(mixers))
+        softmax = [one for one, mixer in zip(is_window, mixers, strict=True) if mixer == SOFTMAX]
         return {"full": softmax.count(False), "window": softmax.count(True)}
 
     @property

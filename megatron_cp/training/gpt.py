@@ -12,9 +12,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.batch import context_group, local_batch
+from megatron_cp.mcore.hybrid import hybrid_stack_spec_of
 from megatron_cp.mcore.loss import make_loss_function
 from megatron_cp.mcore.validation import check_spec, validate_config
 from megatron_cp.models.gpt import Arguments, build_gpt, transformer_config
+from megatron_cp.models.hybrid import build_hybrid
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.flops import ModelFlops, gpt_flops
 from megatron_cp.training.refused_model import built
@@ -38,15 +40,18 @@ def model_provider(
 ) -> Any:
     """Returns one pipeline stage of the GPT that the arguments describe."""
     backend = config.model.cp_backend
-    return build_gpt(
+    options: dict[str, Any] = {} if backend is None else {"backend": backend}
+    if config.model.hybrid_layer_pattern is None:
+        options["vp_stage"] = vp_stage
+    build = build_gpt if config.model.hybrid_layer_pattern is None else build_hybrid
+    return build(
         _settings(config, config.arguments),
         config.arguments,
         vocab_size=config.data.padded_vocab_size,
         spec=_custom_spec(config.model.spec),
         pre_process=pre_process,
         post_process=post_process,
-        vp_stage=vp_stage,
-        **({} if backend is None else {"backend": backend}),
+        **options,
     )
 
 
@@ -64,6 +69,8 @@ def check_model(config: TrainConfig) -> None:
 def _layer_specs(config: TrainConfig, arguments: Arguments) -> list[Any]:
     """Returns Megatron-Core's specs of the layers, made to see whether it has some."""
     settings = _settings(config, arguments)
+    if config.model.hybrid_layer_pattern is not None:
+        return [hybrid_stack_spec_of(settings)]
     uses_engine = settings.transformer_impl == "transformer_engine"
     return compat.decoder_layer_specs(settings, use_transformer_engine=uses_engine)
 
@@ -105,7 +112,7 @@ def forward_step(
         None,
         labels=local.labels,
         packed_seq_params=local.params,
-        loss_mask=local.loss_mask,
+        **({"loss_mask": local.loss_mask} if config.model.mtp_num_layers else {}),
     )
     loss = make_loss_function(
         local.loss_mask,

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from megatron_cp.mcore.layer_patterns import expert_layers
-from megatron_cp.mcore.linear_layers import linear_layers_of
+from megatron_cp.mcore.mixers import linear_layers_of
 
 Place = Literal[
     "model", "layer", "linear layer", "dense layer", "expert layer", "expert", "stacked expert",

@@ -109,6 +109,53 @@ def _linear(case: Case) -> dict[str, object]:
     return answers
 
 
+HYBRID = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 16,
+    "num_layers": 3,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+}
+
+
+def _hybrid(case: Case) -> dict[str, object]:
+    """A layer of each dense kind: our stack, that of Megatron's spec, and what Megatron alone would keep."""
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+
+    from megatron_cp.mcore import compat
+    from megatron_cp.mcore.hybrid import hybrid_stack_spec, hybrid_stack_spec_of
+    from megatron_cp.mcore.spec import with_context_parallel
+    from tests.mcore.test_mamba_mixer import LentNorm
+
+    answers: dict[str, object] = {}
+    megatrons = compat.hybrid_parts()
+    with parallel_state(case):
+        config = make_config(case)
+        own = {"our stack": hybrid_stack_spec_of(config), "command line": hybrid_stack_spec}
+        if config.transformer_impl == "transformer_engine":
+            mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = True
+            mamba_context_parallel.HAVE_EINOPS, mamba_mixer.ExtendedRMSNorm = True, LentNorm
+            exchanged = with_context_parallel(mamba_stack_spec)
+            own |= {"megatron's": mamba_stack_spec, "megatron's, exchanged": exchanged}
+        for name, spec in own.items():
+            options = {megatrons.pattern: "M*-", megatrons.spec: spec}
+            model = megatrons.model(config, vocab_size=64, max_sequence_length=128, **options)
+            mamba, attention, mlp = model.decoder.layers
+            answers[name] = {
+                "class": type(mamba.mixer).__name__,
+                "parts": [
+                    type(x).__name__
+                    for x in (mamba.norm, mamba.mixer.in_proj, mlp.mlp.linear_fc1, attention)
+                ],
+                "attention": type(attention.self_attention.core_attention).__name__,
+                "keys": _parts(model),
+            }
+    return answers
+
+
 def _parts(model) -> list[str]:
     """Names of all pieces in which a model's tensors lie in a checkpoint."""
     found: list[str] = []
@@ -135,6 +182,8 @@ def _transformer_engine() -> dict[str, object]:
     answers["megatron's keys"] = _megatrons_keys(on_te, uses_te=True)
     answers["linear te"] = _linear(on_te.with_options(**LINEAR))
     answers["linear local"] = _linear(Case(attention="planned").with_options(**LINEAR))
+    answers["hybrid te"] = _hybrid(on_te.with_options(**HYBRID))
+    answers["hybrid local"] = _hybrid(Case(attention="planned").with_options(**HYBRID))
     answers["bf16"] = _trained(on_te)
 
     seen: list[tuple[bool, str]] = []

@@ -1,4 +1,4 @@
-"""Runs the pretrain_gpt.py of a Megatron-LM checkout, unchanged, on CPU ranks.
+"""Runs the pretrain_gpt.py of a Megatron-LM checkout, or MEGATRON_LM_PROGRAM, unchanged, on CPU ranks.
 
     MEGATRON_LM=<checkout> torchrun --nproc-per-node 2 tests/mcore/megatron_lm_on_cpu.py <its flags>
 
@@ -73,7 +73,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # Megatron-LM then skips the set-up of its device
     prepare_megatron()
-    sys.argv[0] = str(root / "pretrain_gpt.py")
+    sys.argv[0] = str(root / os.environ.get("MEGATRON_LM_PROGRAM", "pretrain_gpt.py"))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

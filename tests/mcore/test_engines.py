@@ -68,6 +68,29 @@ def test_linear_layers_have_the_parts_and_keys_of_megatrons_own():
     assert any(key.endswith("in_proj.layer_norm_weight") for key in local["keys"])
 
 
+def test_hybrid_stacks_have_the_parts_and_keys_of_megatrons_own():
+    answers = _answers("te")
+    on_te, local = answers["hybrid te"], answers["hybrid local"]["our stack"]
+    megatrons = on_te.pop("megatron's")
+    assert megatrons["class"] == "MambaMixer"
+    assert megatrons["parts"] == [
+        "IdentityOp", "TELayerNormColumnParallelLinear", "TELayerNormColumnParallelLinear", "TransformerLayer"
+    ]  # fmt: skip
+    assert len(on_te) == 3
+    for ours in on_te.values():
+        assert ours["class"] == "ContextMambaMixer"
+        assert ours["attention"] == "ContextParallelAttention"
+        assert ours["parts"] == megatrons["parts"]
+        assert ours["keys"] == megatrons["keys"]
+    assert local["parts"][:3] == ["RMSNorm", "ColumnParallelLinear", "ColumnParallelLinear"]
+    local_keys, keys = (
+        [key for key in built["keys"] if "_extra_state" not in key] for built in (local, megatrons)
+    )
+    assert local_keys == keys
+    assert "decoder.layers.0.mixer.in_proj.layer_norm_weight" in keys
+    assert "decoder.final_norm.weight" in keys
+
+
 def test_fp8_is_on_in_linear_layers_and_attention_computes_in_its_own_precision():
     answers = _answers("te")
     assert answers["fp8 layers"] == [

@@ -5,16 +5,25 @@ import dataclasses
 import pytest
 import torch
 
+from tests.mcore.recurrent import (
+    HIDDEN,
+    LENGTHS,
+    assert_near,
+    in_order,
+    joined,
+    params_of,
+    parts_of_checkpoint,
+    rows_and_upstream,
+    run_layer,
+)
 from tests.mcore.tiny_gpt import Case, make_config, parallel_state
 from tests.oracles.gated_delta_net import (
     gradient_of_in_proj,
     layer_of_transformers,
     outputs_of_documents,
 )
-from tests.oracles.plans import tokens_of
 from tests.ranks import run_on_ranks
 
-HIDDEN = 64
 SIZES = {
     "linear_attention_freq": 2,
     "linear_conv_kernel_dim": 4,
@@ -24,7 +33,6 @@ SIZES = {
     "linear_num_value_heads": 4,
 }
 OPTIONS = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
-LENGTHS = (37, 1, 5, 50, 3)
 
 
 def config_of(case: Case, **options):
@@ -55,64 +63,15 @@ def build_layer(case: Case, **options):
     return layer
 
 
-def rows_and_upstream(num_tokens, batch=1):
-    generator = torch.Generator().manual_seed(3)
-    shape = (2, num_tokens, batch, HIDDEN)
-    return torch.randn(shape, generator=generator)
-
-
-def params_of(lengths, cp, planner, rank, num_samples=1):
-    from megatron_cp import CPConfig
-    from megatron_cp.mask import packed
-    from megatron_cp.mcore.batch import ContextParallelParams
-    from megatron_cp.plan import make_plan
-
-    plan = make_plan(packed.documents(lengths), cp, CPConfig(planner=planner, topology="cpu"))
-    return ContextParallelParams(plans={"full": plan}, num_samples=num_samples), plan
-
-
-def run_layer(rank, world_size, case: Case, planner: str, lengths=LENGTHS):
-    """(plan, output rows, gradient rows, weights, gradients of weights summed over context ranks) of this rank."""
-    with parallel_state(case):
-        layer = build_layer(case)
-        cp_rank = layer.pg_collection.cp.rank()
-        params, plan = params_of(lengths, case.cp, planner, cp_rank)
-        whole = torch.nn.functional.pad(
-            rows_and_upstream(sum(lengths)),
-            (0, 0, 0, 0, 0, tokens_of(plan, "q").size - sum(lengths)),
-        )
-        x, upstream = whole[:, tokens_of(plan, "q")[cp_rank].copy()]
-        own = slice(None)
-        if case.sequence_parallel:
-            share = len(x) // case.tp
-            own = slice(rank % case.tp * share, (rank % case.tp + 1) * share)
-        x = x[own].clone().requires_grad_()
-        out, bias = layer(x, None, packed_seq_params=params)
-        assert bias is None
-        out.backward(upstream[own])
-        gradients = {}
-        for name, weight in layer.named_parameters():
-            gradient = weight.grad.clone()
-            torch.distributed.all_reduce(gradient, group=layer.pg_collection.cp)
-            if case.sequence_parallel and getattr(weight, "sequence_parallel", False):
-                torch.distributed.all_reduce(gradient, group=layer.pg_collection.tp)
-            gradients[name] = gradient
-        weights = {name: weight.detach() for name, weight in layer.named_parameters()}
-        return plan, out.detach()[:, 0], x.grad[:, 0], weights, gradients
+def run(rank, world_size, case: Case, planner: str):
+    """What `run_layer` returns, of our layer."""
+    return run_layer(rank, world_size, build_layer, case, planner)
 
 
 def join(parts, name):
     """Returns a weight of all heads from those of the tensor ranks."""
-    own = [part[name] for part in parts]
-    if name == "out_norm.weight" or len(parts) == 1:
-        return own[0]
-    if name == "out_proj.weight":
-        return torch.cat(own, dim=1)
-    sizes = {"in_proj.weight": (16, 16, 16, 16, 2, 2), "conv1d.weight": (16, 16, 16)}.get(name)
-    if sizes is None:
-        return torch.cat(own)
-    sections = zip(*(part.split(list(sizes)) for part in own), strict=True)
-    return torch.cat([part for section in sections for part in section])
+    sizes = {"in_proj.weight": (16, 16, 16, 16, 2, 2), "conv1d.weight": (16, 16, 16)}
+    return joined(parts, name, sizes.get(name), alike=("out_norm.weight",))
 
 
 def exact(weights, lengths=LENGTHS):
@@ -135,11 +94,6 @@ def exact(weights, lengths=LENGTHS):
     return out.detach(), x.grad, gradients
 
 
-def assert_near(ours, wanted):
-    """Ours is fp32: some hundred roundings, at the size of the largest number."""
-    assert (ours.double() - wanted).abs().max() <= 3e-6 * wanted.abs().max()
-
-
 @pytest.mark.parametrize(
     ("case", "planner"),
     [
@@ -154,17 +108,11 @@ def assert_near(ours, wanted):
     ids=lambda value: value if isinstance(value, str) else f"tp{value.tp} cp{value.cp}",
 )
 def test_layer_equals_that_of_transformers_document_by_document(case, planner):
-    lengths = (37, 1, 5, 50, 3)  # 96 tokens: no row is padding on 1, 2, 3 or 4 ranks
-    ranks = run_on_ranks(case.tp * case.cp, run_layer, case, planner, timeout=110)
+    ranks = run_on_ranks(case.tp * case.cp, run, case, planner, timeout=110)
     tensor_ranks = ranks[: case.tp]
     weights = {name: join([r[3] for r in tensor_ranks], name) for name in tensor_ranks[0][3]}
     out, dx, gradients = exact(weights)
-    order = torch.from_numpy(tokens_of(ranks[0][0], "q").reshape(-1).copy())
-    if case.sequence_parallel:
-        ours_out, ours_dx = (torch.cat([r[i] for r in ranks]) for i in (1, 2))
-    else:
-        ours_out, ours_dx = (torch.cat([r[i] for r in ranks[:: case.tp]]) for i in (1, 2))
-    assert len(order) == sum(lengths)
+    ours_out, ours_dx, order = in_order(ranks, case)
     assert_near(ours_out, out[order])
     assert_near(ours_dx, dx[order])
     assert gradients.keys() == weights.keys()
@@ -173,8 +121,8 @@ def test_layer_equals_that_of_transformers_document_by_document(case, planner):
 
 
 def test_weights_start_the_same_on_any_tensor_parallel_ranks():
-    (alone,) = run_on_ranks(1, run_layer, Case(), "auto", timeout=110)
-    pair = run_on_ranks(2, run_layer, Case(tp=2), "auto", timeout=110)
+    (alone,) = run_on_ranks(1, run, Case(), "auto", timeout=110)
+    pair = run_on_ranks(2, run, Case(tp=2), "auto", timeout=110)
     for name, weight in alone[3].items():
         assert torch.equal(join([r[3] for r in pair], name), weight), name
     assert not torch.equal(pair[0][3]["A_log"], pair[1][3]["A_log"])
@@ -204,9 +152,9 @@ def run_stream(rank, world_size):
     with parallel_state(Case()):
         layer = build_layer(Case())
         x = rows_and_upstream(96)[0]
-        params, _ = params_of(LENGTHS, 1, "auto", 0, num_samples=2)
+        params, _ = params_of(LENGTHS, 1, "auto", num_samples=2)
         folded = layer(x.reshape(2, 48, HIDDEN).transpose(0, 1), None, packed_seq_params=params)[0]
-        params, _ = params_of(LENGTHS, 1, "auto", 0)
+        params, _ = params_of(LENGTHS, 1, "auto")
         return folded.detach(), layer(x, None, packed_seq_params=params)[0].detach()
 
 
@@ -250,14 +198,7 @@ class _PlainNorm:
 
 def _described(layer):
     shapes = {name: tuple(x.shape) for name, x in layer.state_dict().items() if x is not None}
-    sharded = layer.sharded_state_dict(prefix="x.")
-    parts = {}
-    for key, tensor in sharded.items():
-        pieces = tensor.build() if hasattr(tensor, "build") else [tensor]
-        for piece in pieces if isinstance(pieces, list) else pieces.values():
-            if hasattr(piece, "global_shape"):
-                parts[piece.key] = (key, piece.global_shape)
-    return shapes, parts
+    return shapes, parts_of_checkpoint(layer)
 
 
 def test_checkpoints_are_those_of_megatrons_layer():

@@ -65,7 +65,9 @@ def minor_version() -> int:
 
 
 @functools.cache
-def losses(corpus: Path, ranks: int, *flags: str) -> tuple[list[float], list[str]]:
+def losses(
+    corpus: Path, ranks: int, *flags: str, program: str = "pretrain_gpt.py"
+) -> tuple[list[float], list[str]]:
     """(the loss of every step, our lines) as Megatron-LM's log has them."""
     eod_counts = minor_version() >= 19  # its NullTokenizer counts the end token in the vocabulary
     data = ["--data-path", str(corpus), "--data-cache-path", str(corpus.parent / "cache")]
@@ -73,6 +75,7 @@ def losses(corpus: Path, ranks: int, *flags: str) -> tuple[list[float], list[str
     environment = os.environ | {
         "TMPDIR": str(corpus.parent),  # torchrun's folders stay behind Megatron-LM's program
         "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_COMPILE_DISABLE": "1",
+        "MEGATRON_LM_PROGRAM": program,
         "PYTHONPATH": os.pathsep.join([CHECKOUT, str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -152,4 +155,32 @@ def test_linear_layers_give_the_losses_of_one_context_rank(corpus, layout, docum
     found, _ = losses(corpus, ranks, *parallel, *run)
     assert expected[-1] < expected[0] - 0.3
     # Rounding grows over steps through the recurrence: 2e-6 was seen in the twentieth.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=6e-6)
+
+
+HYBRID = shlex.split("""
+    --normalization RMSNorm --disable-bias-linear --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 16
+    --mamba-num-heads 8 --position-embedding-type none --spec megatron_cp.mcore.hybrid hybrid_stack_spec
+""")
+
+
+@pytest.mark.parametrize("layout", ["cp2", "tp2-cp2", "pp2-cp2"])
+@pytest.mark.parametrize("documents", ["positions, no mask", "two samples", "none"])
+def test_hybrid_models_give_the_losses_of_one_context_rank(corpus, layout, documents):
+    """Megatron's own mixer needs kernels of a GPU, so the reference is ours."""
+    ranks, parallel = LAYOUTS[layout]
+    flags = [] if documents == "none" else FLAGS[documents][0]
+    pattern, program = ["--hybrid-layer-pattern", "M-M*"], "pretrain_hybrid.py"
+    if minor_version() < 19:
+        pattern, program = ["--hybrid-override-pattern", "M-M*"], "pretrain_mamba.py"
+        pattern += ["--is-hybrid-model", "--num-layers", "4"]
+    elif layout == "pp2-cp2":
+        pattern[1] = "M-|M*"
+    run = [*HYBRID, *pattern, *flags, *EOD_LOSS]
+    if documents == "none":
+        run += NO_MASK
+    expected, _ = losses(corpus, ranks // 2, *parallel[:-2], *run, program=program)
+    found, lines = losses(corpus, ranks, *parallel, *run, program=program)
+    assert expected[-1] < expected[0] - 0.3
+    assert len(found) == 20 and len(lines) == 1
     np.testing.assert_allclose(found, expected, rtol=0, atol=6e-6)

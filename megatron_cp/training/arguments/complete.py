@@ -37,6 +37,11 @@ from megatron_cp.training.arguments.files import (
     complete_tokenizer,
 )
 from megatron_cp.training.arguments.hybrid import check_hybrid
+from megatron_cp.training.arguments.hybrid_model import (
+    MEGATRONS_SPECS,
+    check_hybrid_model,
+    complete_hybrid_model,
+)
 from megatron_cp.training.arguments.linear import complete_linear
 from megatron_cp.training.arguments.machine import check_devices
 from megatron_cp.training.arguments.positions import check_latent_positions, check_yarn
@@ -242,6 +247,8 @@ def _spec(args: Namespace) -> Iterator[str]:
             f"--spec {' '.join(args.spec)} must be a module and a name: --spec "
             "megatron_cp.mcore.spec gpt_layer_spec"
         )
+    elif args.hybrid_layer_pattern is not None and tuple(args.spec) in MEGATRONS_SPECS:
+        args.spec = None  # ours is made of the same layers
     elif tuple(args.spec) not in OUR_SPECS and not args.allow_custom_spec:
         yield (
             f"--spec {' '.join(args.spec)} imports code that is not ours; give "
@@ -277,6 +284,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_ranges,),
     (_layout, "data_parallel_size"),
     (_overlap,),
+    (complete_hybrid_model, "num_layers"),
     (_sizes,),
     (_head_size, "kv_channels"),
     (_mlp, "ffn_hidden_size"),
@@ -295,6 +303,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_latent_attention,),
     (check_prediction,),
     (check_hybrid,),
+    (check_hybrid_model,),
     (complete_stages, "virtual_pipeline_model_parallel_size"),
     (complete_precision,),
     (complete_engine,),

@@ -69,6 +69,13 @@ TABLE = """
 --linear-value-head-dim int 128 | head size of their values
 --linear-num-key-heads int 16 | their query and key heads
 --linear-num-value-heads int 32 | their value heads
+--hybrid-layer-pattern str - | kind of each layer: M Mamba-2, * attention, - an MLP, E experts; | next stage
+--hybrid-override-pattern str - | its older name
+--is-hybrid-model on - | as older scripts say it beside the pattern
+--mamba-state-dim int 128 | size of a Mamba-2 head's state
+--mamba-head-dim int 64 | its head size
+--mamba-num-groups int 8 | groups of heads that share keys and queries
+--mamba-num-heads int - | its heads; default 2 x hidden / head size
 --fp32-residual-connection on - | keep the residual stream in fp32
 --untie-embeddings-and-output-weights on - | a separate output matrix
 --attention-dropout float 0.1 | probability that a query does not see a key

@@ -228,7 +228,12 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     ("encoder-num-layers", "use --num-layers"),
     ("encoder-seq-length", "use --seq-length"),
-    ("mamba- hybrid- is-hybrid", "only transformers are built here"),
+    (
+        "hybrid-attention-ratio hybrid-mlp-ratio",
+        "--hybrid-layer-pattern says of each layer what it is; Megatron-LM prints the pattern of these ratios",
+    ),
+    ("mamba-mem-eff-path", "the kernels of mamba_ssm are not used here; " + _SAME_RESULTS),
+    ("mamba-", "Mamba-2 computes its states in fp32 here; leave it out"),
     ("dsa-", "only softmax attention and gated delta nets are built here"),
     (
         "kitchen heterogeneous-layers relative-attention flash-attention-version mhc- gdp-",

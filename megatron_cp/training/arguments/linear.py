@@ -1,6 +1,6 @@
 """Completes and checks layers of linear attention.
 
-What cannot be built from their sizes is refused by `mcore/linear_layers.py`, the same way for a swap-in. Each check
+What cannot be built from their sizes is refused by `mcore/mixers.py`, the same way for a swap-in. Each check
 yields its faults as `faults.py` describes.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_cp.mcore.linear_layers import GATED_DELTA_NET
+from megatron_cp.mcore.mixers import GATED_DELTA_NET
 from megatron_cp.training.arguments.faults import discard, require
 
 

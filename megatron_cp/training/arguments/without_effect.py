@@ -41,6 +41,11 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
         lambda a: a.experimental_attention_variant,
         "--experimental-attention-variant",
     ),
+    (
+        "--mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads",
+        lambda a: a.hybrid_layer_pattern,
+        "--hybrid-layer-pattern",
+    ),
     ("--decoupled-min-lr", lambda a: a.decoupled_lr is not None, "--decoupled-lr"),
     ("--mtp-loss-scaling-factor", lambda a: a.mtp_num_layers, "--mtp-num-layers"),
     (

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError
-from megatron_cp.mcore.linear_layers import linear_layers_of
+from megatron_cp.mcore.mixers import DELTA, MAMBA, layer_mixers_of, mamba_sizes
 from megatron_cp.training.checkpoint import integrity
 from megatron_cp.training.whole_files import free_name, write_atomically, written_aside
 
@@ -53,9 +54,15 @@ SHAPE_ARGUMENTS = (
     "linear_value_head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
+    "hybrid_layer_pattern",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
 )
 
 _OF_LINEAR_LAYERS = tuple(name for name in SHAPE_ARGUMENTS if name.startswith("linear_"))
+_OF_MAMBA = tuple(name for name in SHAPE_ARGUMENTS if name.startswith("mamba_"))
 # Latent attention has sizes of its own, which its tensors show, and does not read these.
 _OF_PLAIN_HEADS = ("num_query_groups", "kv_channels")
 
@@ -76,10 +83,14 @@ def shape_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     shape = {name: arguments[name] for name in SHAPE_ARGUMENTS}
     if arguments["multi_latent_attention"]:
         shape |= dict.fromkeys(_OF_PLAIN_HEADS)
-    pattern = linear_layers_of(arguments)
-    if not any(pattern):
+    mixers = layer_mixers_of(arguments)
+    if MAMBA in mixers:
+        shape["mamba_num_heads"] = mamba_sizes(Namespace(**arguments)).num_heads
+    else:
+        shape |= dict.fromkeys(_OF_MAMBA)
+    if DELTA not in mixers:
         return shape | dict.fromkeys(_OF_LINEAR_LAYERS)
-    return shape | {"linear_attention_freq": [int(is_linear) for is_linear in pattern]}
+    return shape | {"linear_attention_freq": [int(mixer == DELTA) for mixer in mixers]}
 
 
 def iteration_folder(root: str | Path, iteration: int) -> Path:

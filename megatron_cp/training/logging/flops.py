@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_cp.mcore.arguments import head_sizes
-from megatron_cp.mcore.layer_patterns import expert_layers
-from megatron_cp.mcore.linear_layers import linear_layers_of
+from megatron_cp.mcore.layer_patterns import expert_layers, has_mlps
+from megatron_cp.mcore.mixers import DELTA, MAMBA, MAMBA_TAPS, SOFTMAX, layer_mixers_of, mamba_sizes
 
 _PASSES = 3  # forward, and backward with respect to the inputs and to the weights
 
@@ -63,10 +63,12 @@ def gpt_flops(
     """
     hidden = arguments["hidden_size"]
     is_expert = expert_layers(arguments)
-    is_linear = linear_layers_of(arguments)
+    mixers = layer_mixers_of(arguments)
+    has_mlp = has_mlps(arguments)
     layers = [
-        (_gated_delta_net if linear else _attention)(arguments) + _mlp(arguments, is_expert=expert)
-        for linear, expert in zip(is_linear, is_expert, strict=True)
+        (0 if mixer is None else _MIXERS[mixer](arguments))
+        + (_mlp(arguments, is_expert=expert) if mlp else 0)
+        for mixer, mlp, expert in zip(mixers, has_mlp, is_expert, strict=True)
     ]
     prediction = arguments.get("mtp_num_layers") or 0  # its layers are like the last one
     extra = prediction * (layers[-1] + 2 * hidden * hidden + hidden * vocab_size)
@@ -102,6 +104,17 @@ def _gated_delta_net(arguments: Mapping[str, Any]) -> int:
     projections = arguments["hidden_size"] * (2 * keys + 3 * values + 2 * heads)
     taps = arguments["linear_conv_kernel_dim"] * (2 * keys + values)
     return int(projections + taps + 3 * heads * key_size * value_size)
+
+
+def _mamba(arguments: Mapping[str, Any]) -> int:
+    """Returns the same of a Mamba-2 layer, whose states are written to and read."""
+    heads, head_dim, groups, state_dim = mamba_sizes(Namespace(**arguments))
+    inner, shared = heads * head_dim, groups * state_dim
+    projections = arguments["hidden_size"] * (3 * inner + 2 * shared + heads)
+    return int(projections + MAMBA_TAPS * (inner + 2 * shared) + 2 * heads * head_dim * state_dim)
+
+
+_MIXERS = {SOFTMAX: _attention, DELTA: _gated_delta_net, MAMBA: _mamba}
 
 
 def _mlp(arguments: Mapping[str, Any], *, is_expert: bool) -> int:

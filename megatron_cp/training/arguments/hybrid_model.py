@@ -1,0 +1,127 @@
+"""Completes and checks a hybrid model: the pattern of its layers, and what Megatron-Core's stack of them does not do.
+
+Sizes of its mixers are checked by `mcore/mixers.py`, the same way for a swap-in. Each check yields its faults as
+`faults.py` describes.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron_cp.mcore.hybrid_pattern import EXPERTS, hybrid_stages
+from megatron_cp.training.arguments.faults import discard, require
+
+# Specs of Megatron-Core's own stack: ours computes the same, with our attention.
+MEGATRONS_SPECS = frozenset(
+    {
+        ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+        ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
+        ("megatron_cp.mcore.hybrid", "hybrid_stack_spec"),
+    }
+)
+
+_SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups")
+
+# Attribute -> its value without effect, and what there is instead.
+_NOT_SERVED = {
+    "multi_latent_attention": (False, "train a model without it"),
+    "mtp_num_layers": (None, "leave it out: the model is then trained without predictions"),
+    "num_layers_per_virtual_pipeline_stage": (None, "give each rank one stage: the same results"),
+    "num_virtual_stages_per_pipeline_rank": (None, "give each rank one stage: the same results"),
+    "pipeline_model_parallel_layout": (None, "mark stages by | in the pattern"),
+    "account_for_embedding_in_pipeline_split": (False, "mark stages by | in the pattern"),
+    "account_for_loss_in_pipeline_split": (False, "mark stages by | in the pattern"),
+    "use_rope_scaling": (False, "train a model without it"),
+    "no_rope_freq": (None, "train a model without it"),
+    "moe_layer_freq": (1, "leave it out: E in the pattern says which layers have experts"),
+    "fp32_residual_connection": (False, "train a model without it"),
+}
+
+
+def complete_hybrid_model(args: Namespace) -> Iterator[str]:
+    """Completes the number of layers and of those on the first and last stage, as the pattern has them."""
+    older = args.hybrid_override_pattern
+    if older is not None:
+        if args.hybrid_layer_pattern not in (None, older):
+            yield (
+                "--hybrid-override-pattern is the older name of --hybrid-layer-pattern, and they differ; give one"
+            )
+        args.hybrid_layer_pattern = older
+    if args.hybrid_layer_pattern is None:
+        if args.is_hybrid_model:
+            yield "--is-hybrid-model needs --hybrid-layer-pattern, which says what each layer is; give it, as M-M*-"
+        return
+    args.is_hybrid_model = True  # Megatron-LM 0.20 takes it from the pattern
+    flag = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
+    try:
+        stages = hybrid_stages(args.hybrid_layer_pattern)
+    except ValueError as problem:
+        yield f"{flag}: {problem}; M is Mamba-2, * attention, - an MLP, E experts, | the next pipeline stage"
+        discard(args, "hybrid_layer_pattern")
+        return
+    letters = "".join(stages)
+    if args.num_layers not in (None, len(letters)):
+        yield f"{flag} has {len(letters)} layers; --num-layers is {args.num_layers}; leave one out"
+    args.num_layers, args.hybrid_layer_pattern = len(letters), letters
+    if len(stages) > 1:
+        yield from _complete_stages(args, flag, [len(stage) for stage in stages])
+    yield from require(args, *_SIZES)
+
+
+def _complete_stages(args: Namespace, flag: str, lengths: list[int]) -> Iterator[str]:
+    """Says by Megatron-Core's older settings how many layers each stage holds."""
+    pp = args.pipeline_model_parallel_size
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    if any(getattr(args, name) is not None for name in ends):
+        yield f"{flag} marks its stages; leave out --decoder-first- and --decoder-last-pipeline-num-layers"
+        return
+    if len(lengths) != pp:
+        yield f"{flag} has {len(lengths)} stages; --pipeline-model-parallel-size is {pp}; give as many"
+        return
+    if len(set(lengths[1:-1])) > 1 or not all(lengths):
+        yield (
+            f"{flag} has stages of {', '.join(map(str, lengths))} layers: none may be empty, and those between the "
+            "first and the last must have equally many; move a |"
+        )
+        return
+    if len(set(lengths)) > 1:
+        args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers = (
+            lengths[0],
+            lengths[-1],
+        )
+
+
+def check_hybrid_model(args: Namespace) -> Iterator[str]:
+    """Yields what a hybrid model does not have here, and what its pattern lacks."""
+    if args.hybrid_layer_pattern is None:
+        return
+    for name, (neutral, instead) in _NOT_SERVED.items():
+        value = getattr(args, name)
+        if value != neutral:
+            words = "" if isinstance(value, bool) else f" {value}"
+            yield (
+                f"--{name.replace('_', '-')}{words} with --hybrid-layer-pattern is not served; {instead}"
+            )
+    if args.position_embedding_type == "yarn":
+        yield (
+            "--position-embedding-type yarn with --hybrid-layer-pattern is not served; train a model with rope or none"
+        )
+    has_experts = EXPERTS in args.hybrid_layer_pattern
+    if has_experts and args.num_experts is None:
+        yield "--hybrid-layer-pattern has layers of experts (E); give --num-experts"
+    if args.num_experts is not None and not has_experts:
+        yield (
+            f"--num-experts {args.num_experts} with a --hybrid-layer-pattern without E has no layer; write E where "
+            "they are"
+        )
+    if "muon" in args.optimizer:
+        yield (
+            f"--optimizer {args.optimizer} with --hybrid-layer-pattern is not served: which of a mixer's matrices it "
+            "may take differs by version of Megatron-Core; give --optimizer adam (other steps)"
+        )
+    if args.recompute_granularity == "full":
+        yield (
+            "--recompute-granularity full with --hybrid-layer-pattern is not served: the stack of Megatron-Core 0.16 "
+            "would leave it aside without a word; give --recompute-granularity selective, the same results"
+        )

@@ -1,0 +1,89 @@
+"""A recurrent layer on ranks: its rows under a plan, its outputs, and the gradients of rows and weights."""
+
+import torch
+
+from tests.mcore.tiny_gpt import Case, parallel_state
+from tests.oracles.plans import tokens_of
+
+HIDDEN = 64
+LENGTHS = (37, 1, 5, 50, 3)  # 96 tokens: no row is padding on 1, 2, 3 or 4 ranks
+
+
+def rows_and_upstream(num_tokens, batch=1):
+    """Returns inputs and output gradients of all tokens, `[2, tokens, batch, hidden]`."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn((2, num_tokens, batch, HIDDEN), generator=generator)
+
+
+def params_of(lengths, cp, planner, num_samples=1):
+    """Returns parameters for these documents, and their plan."""
+    from megatron_cp import CPConfig
+    from megatron_cp.mask import packed
+    from megatron_cp.mcore.batch import ContextParallelParams
+    from megatron_cp.plan import make_plan
+
+    plan = make_plan(packed.documents(lengths), cp, CPConfig(planner=planner, topology="cpu"))
+    return ContextParallelParams(plans={"full": plan}, num_samples=num_samples), plan
+
+
+def run_layer(rank, world_size, build, case: Case, planner: str):
+    """(plan, output rows, gradient rows, weights, gradients of weights summed over context ranks) of this rank."""
+    with parallel_state(case):
+        layer = build(case)
+        cp_rank = layer.pg_collection.cp.rank()
+        params, plan = params_of(LENGTHS, case.cp, planner)
+        x, upstream = rows_and_upstream(sum(LENGTHS))[:, tokens_of(plan, "q")[cp_rank].copy()]
+        own = slice(None)
+        if case.sequence_parallel:
+            share = len(x) // case.tp
+            own = slice(rank % case.tp * share, (rank % case.tp + 1) * share)
+        x = x[own].clone().requires_grad_()
+        out, bias = layer(x, packed_seq_params=params)
+        assert bias is None
+        out.backward(upstream[own])
+        gradients = {}
+        for name, weight in layer.named_parameters():
+            gradient = weight.grad.clone()
+            torch.distributed.all_reduce(gradient, group=layer.pg_collection.cp)
+            if case.sequence_parallel and getattr(weight, "sequence_parallel", False):
+                torch.distributed.all_reduce(gradient, group=layer.pg_collection.tp)
+            gradients[name] = gradient
+        weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+        return plan, out.detach()[:, 0], x.grad[:, 0], weights, gradients
+
+
+def joined(parts, name, sections, *, alike=()):
+    """Returns a weight of all heads from those of the tensor ranks; `sections` are its rows on one of them."""
+    own = [part[name] for part in parts]
+    if name in alike or len(parts) == 1:
+        return own[0]
+    if name == "out_proj.weight":
+        return torch.cat(own, dim=1)
+    if sections is None:
+        return torch.cat(own)
+    by_section = zip(*(part.split(list(sections)) for part in own), strict=True)
+    return torch.cat([part for section in by_section for part in section])
+
+
+def in_order(ranks, case: Case):
+    """Returns outputs and gradients of all rows `[tokens, hidden]`, and the token of each."""
+    order = torch.from_numpy(tokens_of(ranks[0][0], "q").reshape(-1).copy())
+    assert len(order) == sum(LENGTHS)
+    holders = ranks if case.sequence_parallel else ranks[:: case.tp]
+    return torch.cat([r[1] for r in holders]), torch.cat([r[2] for r in holders]), order
+
+
+def assert_near(ours, wanted):
+    """Ours is fp32: some hundred roundings, at the size of the largest number."""
+    assert (ours.double() - wanted).abs().max() <= 3e-6 * wanted.abs().max()
+
+
+def parts_of_checkpoint(layer):
+    """Returns what each sharded tensor of a layer's checkpoint is called, and of what it is a part."""
+    parts = {}
+    for key, tensor in layer.sharded_state_dict(prefix="x.").items():
+        pieces = tensor.build() if hasattr(tensor, "build") else [tensor]
+        for piece in pieces if isinstance(pieces, list) else pieces.values():
+            if hasattr(piece, "global_shape"):
+                parts[piece.key] = (key, piece.global_shape)
+    return parts

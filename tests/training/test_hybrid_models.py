@@ -1,0 +1,135 @@
+"""Hybrid models: Mamba-2, attention, MLPs and experts by a pattern; one checkpoint, the same losses at every layout."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.training.arguments import parse_arguments
+from megatron_cp.training.datasets import plan_request
+from tests.training.commands import DATA, STEPS, metrics, train
+from tests.training.verdicts import refusals
+
+MODEL = shlex.split(
+    "--hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type none --attention-dropout 0.0 --hidden-dropout 0.0 --squared-relu "
+    "--untie-embeddings-and-output-weights --hybrid-layer-pattern M-M*ME*- --mamba-head-dim 8 --mamba-num-groups 2 "
+    "--mamba-state-dim 16 --mamba-num-heads 8 --calculate-per-token-loss"
+)
+RUN = [*MODEL, *DATA, *STEPS, "--eval-iters", "1", "--no-wandb"]
+EXPERTS = shlex.split("--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2")
+LAYOUTS = {  # ranks, flags
+    "context": (2, "--context-parallel-size 2 --cp-planner auto"),
+    "three context ranks": (3, "--context-parallel-size 3"),
+    "tensor, sequence and context": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
+    ),
+    "marked stages": (
+        4,
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2 --hybrid-layer-pattern M-M|*ME*-",
+    ),
+    "three stages": (3, "--pipeline-model-parallel-size 3 --hybrid-layer-pattern M|-M*|ME*-"),
+    "experts, recomputed": (
+        2,
+        "--expert-model-parallel-size 2 --recompute-granularity selective --recompute-modules core_attn layernorm",
+    ),
+    "replicas": (4, "--context-parallel-size 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
+    train(1, *RUN, *EXPERTS, "--seq-length", "120", *flags)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
+    world_size, flags = LAYOUTS[layout]
+    resumed = ["--load", str(alone), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
+    train(world_size, *RUN, *EXPERTS, "--seq-length", "120", *resumed, *flags.split())
+    for key in ("lm loss", "grad-norm", "load_balancing_loss"):
+        found, expected = metrics(tmp_path / "run", key), metrics(alone, key)
+        assert sorted(found) == [2, 3, 4], key
+        for iteration, value in found.items():
+            assert value == pytest.approx(expected[iteration], rel=3e-6), (key, iteration)
+
+
+BESIDE = {
+    "rotated, in windows": "--hybrid-layer-pattern M*M* --position-embedding-type rope --window-size 16,0 "
+    "--window-attn-skip-freq [0,1,0,0]",
+    "no attention": "--hybrid-layer-pattern MM-",
+    "no Mamba": "--hybrid-layer-pattern *-*-",
+    "fp16 scales": "--hybrid-layer-pattern M-* --fp16 --loss-scale 64",
+}
+
+
+@pytest.mark.parametrize("other", BESIDE)
+def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: str):
+    for ranks in (1, 2):
+        more = ["--context-parallel-size", str(ranks), "--run-dir", str(tmp_path / str(ranks))]
+        train(ranks, *RUN, *BESIDE[other].split(), *more)
+    near = 3e-3 if "--fp16" in BESIDE[other] else 3e-6
+    for key in ("lm loss", "grad-norm"):
+        one, two = (metrics(tmp_path / str(ranks), key) for ranks in (1, 2))
+        assert two == pytest.approx(one, rel=near), key
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--hybrid-layer-pattern M-G*", "'G' is a gated delta net"),
+        ("--hybrid-layer-pattern M-x", "'x' is none of M, *, -, E and |"),
+        ("--hybrid-layer-pattern M*/M", "'/' is where layers of a prediction begin"),
+        ("--num-layers 5", "M-M*ME*- has 8 layers; --num-layers is 5"),
+        ("--hybrid-override-pattern MM", "the older name of --hybrid-layer-pattern, and they differ"),
+        ("--hybrid-layer-pattern M-|M*", "has 2 stages; --pipeline-model-parallel-size is 1"),
+        ("", "has layers of experts (E); give --num-experts"),
+        ("--hybrid-layer-pattern M* --num-experts 4", "without E has no layer"),
+        ("--hybrid-layer-pattern M* --recompute-granularity full --recompute-method uniform",
+         "would leave it aside"),
+        ("--hybrid-layer-pattern M* --mtp-num-layers 1", "--mtp-num-layers 1 with --hybrid-layer"),
+        ("--hybrid-layer-pattern M* --mamba-num-groups 3", "a multiple of mamba_num_groups=3"),
+        ("--hybrid-layer-pattern M* --mamba-state-dim 0", "--mamba-state-dim 0 must be positive"),
+        ("--hybrid-layer-pattern M* --optimizer muon", "--optimizer muon with --hybrid-layer"),
+        ("--hybrid-layer-pattern M* --use-rope-scaling --position-embedding-type rope",
+         "--use-rope-scaling with --hybrid-layer-pattern"),
+        ("--hybrid-layer-pattern M* --experimental-attention-variant gated_delta_net "
+         "--linear-attention-freq 2 --swiglu", "with hybrid_layer_pattern is not served"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_built_is_one_line(capsys, flags: str, said: str):
+    assert said in "\n".join(refusals(capsys, *RUN, *flags.split()))
+
+
+def test_is_hybrid_model_alone_says_too_little(capsys):
+    place = RUN.index("--hybrid-layer-pattern")
+    plain = [*RUN[:place], *RUN[place + 2 :], "--num-layers", "2", "--is-hybrid-model"]
+    assert "needs --hybrid-layer-pattern" in "\n".join(refusals(capsys, *plain))
+
+
+def test_what_the_flags_of_older_and_newer_scripts_mean():
+    """Megatron-LM 0.16 has the override pattern and says that the model is a hybrid, 0.20 takes it from the pattern."""
+    place = RUN.index("--hybrid-layer-pattern")
+    plain = [*RUN[:place], *RUN[place + 2 :]]
+    newer = ["--hybrid-layer-pattern", "M-M*"]
+    newer += ["--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    older = ["--hybrid-override-pattern", "M-M*", "--is-hybrid-model", "--num-layers", "4"]
+    older += ["--spec", "megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
+    one, other = (parse_arguments([*plain, *flags], {}) for flags in (newer, older))
+    for config in (one, other):
+        assert config.model.num_layers == 4
+        assert config.model.spec is None
+        assert config.arguments["is_hybrid_model"]
+        assert config.model.layers_by_mask() == {"full": 1, "window": 0}
+    states = plan_request(one, on_cuda=False).config.linear_state_bytes
+    assert states == 2 * 8 * 16 * (8 + 1) * 4
+
+
+def test_a_checkpoint_of_another_pattern_is_refused(alone: Path):
+    other = [*EXPERTS, "--seq-length", "120", "--hybrid-layer-pattern", "MM-*ME*-"]
+    with pytest.raises(AssertionError, match=r"--hybrid-layer-pattern M-M\*ME\*-, this run has MM"):
+        train(1, *RUN, *other, "--load", str(alone))
