@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_cp.mcore import compat
+from megatron_cp.mcore import hybrid_classes
 from megatron_cp.mcore.hybrid import hybrid_stack_spec_of
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.models.gpt import Arguments, embedding_options
@@ -45,7 +45,7 @@ def build_hybrid(
         post_process: whether it holds the output layer and the loss.
         attention_options: of our attention in our stack, e.g. `backend="cpu"`.
     """
-    parts = compat.hybrid_parts()
+    parts = hybrid_classes.hybrid_parts()
     if spec is None:
         spec = hybrid_stack_spec_of(config, **attention_options)
     options = embedding_options(arguments)

@@ -139,7 +139,7 @@ def training_flags(arguments: dict[str, Any]) -> list[str]:
                 f"the checkpoint is written, but pretrain_gpt.py cannot train it: it has no flag for {name}="
                 f"{arguments[name]} and would take {default}; set it in code (MLATransformerConfig)"
             )
-    if not isinstance(arguments["rotary_base"], int):
+    if not isinstance(arguments.get("rotary_base", 0), int):
         raise ValueError(
             f"the checkpoint is written, but pretrain_gpt.py cannot train it: --rotary-base takes whole numbers, and "
             f"the model has {arguments['rotary_base']}; set it in code (rotary_base of GPTModel)"

@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -218,57 +218,6 @@ def one_layer_spec(config: Any, *, use_transformer_engine: bool, with_experts: b
     experts = config.num_moe_experts if with_experts else None
     one = _changed(config, num_layers=1, num_moe_experts=experts, moe_layer_freq=1)
     return decoder_layer_specs(one, use_transformer_engine=use_transformer_engine)[0]
-
-
-class HybridParts(NamedTuple):
-    """Megatron's classes of a model whose layers are Mamba-2, attention, MLPs and experts."""
-
-    model: Any
-    stack: Any
-    submodules: Any
-    module: Any
-    """Where the stack is defined."""
-    pattern: str
-    """The model's argument that takes the pattern of layers."""
-    spec: str
-    """Its argument that takes the spec of the stack."""
-
-
-def hybrid_parts() -> HybridParts:
-    """Returns the classes under the names of the installed version."""
-    try:
-        from megatron.core.models.hybrid import hybrid_block as block
-        from megatron.core.models.hybrid import hybrid_model
-
-        model = hybrid_model.HybridModel
-        stack, submodules = block.HybridStack, block.HybridStackSubmodules
-    except ImportError:
-        from megatron.core.models.mamba import mamba_model
-        from megatron.core.ssm import mamba_block as block
-
-        model = mamba_model.MambaModel
-        stack, submodules = block.MambaStack, block.MambaStackSubmodules
-    known = inspect.signature(model.__init__).parameters
-    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    return HybridParts(
-        model=model,
-        stack=stack,
-        submodules=submodules,
-        module=block,
-        pattern=next(name for name in names if name in known),
-        spec=next(name for name in known if name.endswith("_stack_spec")),
-    )
-
-
-def pattern_of_ratios(num_layers: int, attention_ratio: float, mlp_ratio: float) -> str:
-    """Returns the pattern that Megatron-Core makes of a hybrid model's ratios."""
-    try:
-        from megatron.core.models.hybrid.hybrid_layer_allocation import pattern_from_ratios
-    except ImportError:
-        from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
-
-        return "".join(allocate_layers(num_layers, attention_ratio, mlp_ratio))
-    return str(pattern_from_ratios(num_layers, attention_ratio, mlp_ratio))
 
 
 def _changed(config: Any, **fields: Any) -> Any:

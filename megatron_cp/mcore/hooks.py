@@ -32,7 +32,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules  # noqa: F401  its loss function gets a hook
 from torch import Tensor
 
-from megatron_cp.mcore import compat, layers, model_hooks, program
+from megatron_cp.mcore import compat, hybrid_classes, layers, model_hooks, program
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.cut import SEQUENCE_KEYS, Lengths, cut_batch, forget_batch
 from megatron_cp.mcore.documents import (
@@ -45,7 +45,7 @@ from megatron_cp.mcore.documents import (
 from megatron_cp.mcore.hook_points import HOOK_POINTS, TESTED, HookPoint, dotted, mismatch
 from megatron_cp.mcore.wrapping import Wrap, hook_around, is_hook, put_hook, without_hook
 
-HYBRID_MODEL = compat.hybrid_parts().model
+HYBRID_MODEL = hybrid_classes.hybrid_parts().model
 
 _DOCUMENTS = "megatron_cp_documents"  # key of the lengths in a batch, between the two hooks
 _NOT_FOUND = 255

@@ -21,13 +21,13 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from megatron_cp.mcore import compat
+from megatron_cp.mcore import compat, hybrid_classes
 from megatron_cp.mcore.mamba_mixer import ContextMambaMixer
 from megatron_cp.mcore.norm import LocalNorm
 from megatron_cp.mcore.spec import uses_transformer_engine, with_context_parallel
 from megatron_cp.mcore.validation import check_spec
 
-_PARTS = compat.hybrid_parts()
+_PARTS = hybrid_classes.hybrid_parts()
 _ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
 _MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 

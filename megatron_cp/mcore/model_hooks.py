@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_cp.mcore import compat, layers, rope_fusion
+from megatron_cp.mcore import hybrid_classes, layers, rope_fusion
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.cut import params_of_documents, params_on
@@ -42,7 +42,7 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the constructor of Megatron's hybrid model: its configuration does not say which layers attend."""
-    parts = compat.hybrid_parts()
+    parts = hybrid_classes.hybrid_parts()
     signature = inspect.signature(plain)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -53,7 +53,7 @@ def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
             ratios = [given.get(f"hybrid_{kind}_ratio") or 0.0 for kind in ("attention", "mlp")]
             pattern = given.get(parts.pattern) or given.get("hybrid_override_pattern")
             if pattern is None:
-                pattern = compat.pattern_of_ratios(config.num_layers, *ratios)
+                pattern = hybrid_classes.pattern_of_ratios(config.num_layers, *ratios)
             config.hybrid_layer_pattern = "".join(hybrid_stages(pattern))
         plain(self, *args, **kwargs)
         if is_ours:

@@ -15,8 +15,8 @@ from megatron_cp.mcore.batch import context_group, local_batch
 from megatron_cp.mcore.hybrid import hybrid_stack_spec_of
 from megatron_cp.mcore.loss import make_loss_function
 from megatron_cp.mcore.validation import check_spec, validate_config
-from megatron_cp.models.gpt import Arguments, build_gpt, transformer_config
-from megatron_cp.models.hybrid import build_hybrid
+from megatron_cp.models.build import build_model
+from megatron_cp.models.gpt import Arguments, transformer_config
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.flops import ModelFlops, gpt_flops
 from megatron_cp.training.refused_model import built
@@ -41,16 +41,14 @@ def model_provider(
     """Returns one pipeline stage of the GPT that the arguments describe."""
     backend = config.model.cp_backend
     options: dict[str, Any] = {} if backend is None else {"backend": backend}
-    if config.model.hybrid_layer_pattern is None:
-        options["vp_stage"] = vp_stage
-    build = build_gpt if config.model.hybrid_layer_pattern is None else build_hybrid
-    return build(
+    return build_model(
         _settings(config, config.arguments),
         config.arguments,
         vocab_size=config.data.padded_vocab_size,
         spec=_custom_spec(config.model.spec),
         pre_process=pre_process,
         post_process=post_process,
+        vp_stage=vp_stage,
         **options,
     )
 

@@ -143,7 +143,8 @@ def _not_served(family: Family, config: Config, ignored_keys: Collection[str]) -
                 f"{key}={shown_value!r} in config.json is not served for {family.model_type}; "
                 f"served is {shown}; convert a model without it"
             )
-    unknown = sorted(set(config) - read - set(family.only) - CHANGES_NOTHING - set(ignored_keys))
+    nothing = CHANGES_NOTHING | family.changes_nothing | set(ignored_keys)
+    unknown = sorted(set(config) - read - set(family.only) - nothing)
     if unknown:
         yield (
             f"config.json has keys that {family.model_type} is not known to have: "
@@ -181,7 +182,7 @@ def config_of(family: Family, arguments: Arguments) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        "hidden_act": "silu",
+        **family.always,
     }
     missing = []
     for setting in family.settings:
@@ -201,7 +202,10 @@ def config_of(family: Family, arguments: Arguments) -> dict[str, Any]:
 
 
 # Sizes that a run may choose: they are read from the tensors or change nothing.
-_FREE = {"vocab_size", "padded_vocab_size", "max_position_embeddings", "moe_router_dtype"}
+_FREE = {
+    *("vocab_size", "padded_vocab_size", "max_position_embeddings", "moe_router_dtype"),
+    "is_hybrid_model",  # where training starts
+}
 
 
 # What makes another model of the same tensors, and what it must be where a family's config.json has no word for it.
@@ -212,6 +216,7 @@ _UNSAID = {
     "qk_l2_norm": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,
+    "hybrid_layer_pattern": None,
     "layernorm_zero_centered_gamma": False,
     "apply_residual_connection_post_layernorm": False,
     "position_embedding_type": "rope",
@@ -256,6 +261,9 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
         free |= {"kv_channels", "num_query_groups"}  # Megatron does not read them then
     if expected["add_bias_linear"]:
         free |= {"add_qkv_bias"}  # this neither
+    pattern = saved.get("hybrid_layer_pattern") or saved.get("hybrid_override_pattern")
+    if pattern is not None:  # bars say where stages begin
+        saved = saved | {"hybrid_layer_pattern": pattern.replace("|", "")}
     if saved.get("group_query_attention") is False:  # so the number of groups says nothing
         saved = saved | {"num_query_groups": saved.get("num_attention_heads")}
     if saved.get("moe_router_load_balancing_type") in ("sinkhorn", ["sinkhorn"]):

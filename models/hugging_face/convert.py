@@ -282,7 +282,7 @@ def _saved_arguments(request: Request, arguments: Arguments, dtype: torch.dtype)
     is_rope = arguments["position_embedding_type"] == "rope"
     layout = ("tensor_model", "pipeline_model", "context", "expert_model", "data")
     return Namespace(
-        **{"no_rope_freq": None, **arguments},
+        **{"no_rope_freq": None, "squared_relu": False, **arguments},
         **{f"{name}_parallel_size": 1 for name in layout},
         virtual_pipeline_model_parallel_size=None,
         world_size=1,
@@ -296,7 +296,6 @@ def _saved_arguments(request: Request, arguments: Arguments, dtype: torch.dtype)
         use_rotary_position_embeddings=is_rope,
         rotary_interleaved=False,
         rotary_seq_len_interpolation_factor=None,
-        squared_relu=False,
         apply_layernorm_1p=bool(arguments.get("layernorm_zero_centered_gamma")),
         apply_query_key_layer_scaling=False,
         attention_dropout=0.0,

@@ -7,6 +7,7 @@ from megatron_cp.models.hugging_face import rope_settings as rope
 from megatron_cp.models.hugging_face import settings as s
 from megatron_cp.models.hugging_face import weights as w
 from megatron_cp.models.hugging_face.family import Family, Tables
+from megatron_cp.models.hugging_face.nemotron import NEMOTRON_H
 
 _LLAMA_LIKE = {
     "swiglu": True,
@@ -370,5 +371,6 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         GPT_OSS,
         DEEPSEEK_V3,
+        NEMOTRON_H,
     )
 }

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_cp.models.hugging_face import settings as s
-from megatron_cp.models.hugging_face.rows import BEHIND_THE_OTHERS, Piece, Place, Row, pieces_of
+from megatron_cp.models.hugging_face.rows import (
+    BEHIND_THE_OTHERS,
+    HF_LAYERS,
+    Piece,
+    Place,
+    Row,
+    pieces_of,
+)
 
 Tables = Mapping[Place, tuple[Row, ...]]
 
@@ -26,6 +33,12 @@ class Family:
     """Keys of config.json whose other values are not served; an absent key is none of them."""
     predictions_at: tuple[str, str] = BEHIND_THE_OTHERS
     """Where prediction layers have their norms and projection, and their layer."""
+    layers_at: str = HF_LAYERS
+    """How the names of layers' tensors begin, before the number of the layer."""
+    always: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
+    """Keys of config.json that every model of the family has, besides those of its settings."""
+    changes_nothing: frozenset[str] = frozenset()
+    """Keys of config.json without effect on weights and on what they compute, in this family."""
     wrapper: str | None = None
     """The `model_type` of models for images too, of which these are the language models."""
 
@@ -37,10 +50,15 @@ class Family:
         names: Collection[str] = (),
     ) -> list[Piece]:
         """Returns every piece of a model of the family; arguments as in `pieces_of`."""
-        at = self.predictions_at
-        return list(
-            pieces_of(self.weights, arguments, by_layer=by_layer, predictions_at=at, names=names)
+        pieces = pieces_of(
+            self.weights,
+            arguments,
+            by_layer=by_layer,
+            predictions_at=self.predictions_at,
+            layers_at=self.layers_at,
+            names=names,
         )
+        return list(pieces)
 
     def first_prediction(self, arguments: dict[str, Any]) -> str:
         """Returns how the names of the first prediction layer's tensors begin."""

@@ -16,11 +16,13 @@ weight (`less`), which Megatron stores less 1.
 # C low ranks of queries and of keys and values, B = C + rotary width, U and T rows of the two up
 # projections, O = N x value width. Gated delta nets: J value heads, I width of a value head, L = key
 # heads x key width, R = J x I, X = 2 x L + 2 x R, Y = 2 x J, Z = 2 x L + R, W taps; P = 2 x Q. Stored
-# as one: f = 2 x F, q = Q + 2 x K. Prediction layers: h = 2 x H.
+# as one: f = 2 x F, q = Q + 2 x K. Prediction layers: h = 2 x H. Mamba-2: a heads, b = a x head width, c groups x
+# state width, d = b + 2 x c, e = 2 x b + 2 x c + a, w taps.
 
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,15 +31,22 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron_cp.mcore.layer_patterns import expert_layers
-from megatron_cp.mcore.mixers import linear_layers_of
+from megatron_cp.mcore.layer_patterns import expert_layers, has_mlps
+from megatron_cp.mcore.mixers import (
+    DELTA,
+    MAMBA,
+    MAMBA_TAPS,
+    SOFTMAX,
+    layer_mixers_of,
+    mamba_sizes,
+)
+from megatron_cp.models.hugging_face.orders import Sizes
 
 Place = Literal[
-    "model", "layer", "linear layer", "dense layer", "expert layer", "expert", "stacked expert",
+    "model", "layer", "linear layer", "mamba layer", "dense layer", "expert layer", "expert", "stacked expert",
     "prediction layer",
 ]  # fmt: skip
 Arguments = dict[str, Any]
-Sizes = Mapping[str, int]
 LAYERS = "decoder.layers."
 PREDICTIONS = "mtp.layers."
 HF_LAYERS = "model.layers."
@@ -140,52 +149,6 @@ class Piece:
         return [(part.t() if self.row.transposed else part).contiguous() for part in parts]
 
 
-def by_group(sizes: Sizes) -> np.ndarray:
-    """Returns the order of query, key and value rows: each kv head behind the query heads that share it."""
-    parts = np.split(np.arange(sizes["Q"] + 2 * sizes["K"]), [sizes["Q"], sizes["Q"] + sizes["K"]])
-    num_groups = sizes["K"] // sizes["D"]
-    return np.concatenate([part.reshape(num_groups, -1) for part in parts], axis=1).ravel()
-
-
-def by_group_with_gate(sizes: Sizes) -> np.ndarray:
-    """Returns the same where a head's gate lies behind its query: queries of a group, their gates, key, value."""
-    width, num_groups = sizes["D"], sizes["K"] // sizes["D"]
-    both, key, value = np.split(
-        np.arange(sizes["P"] + 2 * sizes["K"]), [sizes["P"], sizes["P"] + sizes["K"]]
-    )
-    query, gate = both.reshape(num_groups, -1, 2, width).swapaxes(1, 2).swapaxes(0, 1)
-    parts = [part.reshape(num_groups, -1) for part in (query, gate, key, value)]
-    return np.concatenate(parts, axis=1).ravel()
-
-
-def of_key_heads(section: int, *widths: str) -> Callable[[Sizes], np.ndarray]:
-    """Returns what gives the rows of a section, where each key head has its part of every section, side by side."""
-
-    def rows(sizes: Sizes) -> np.ndarray:
-        heads = sizes["key heads"]
-        edges = np.cumsum([0, *(sizes[width] // heads for width in widths)])
-        places = np.arange(heads * edges[-1]).reshape(heads, -1)
-        return places[:, edges[section] : edges[section + 1]].ravel()
-
-    return rows
-
-
-def section_of(section: int, *widths: str) -> Callable[[Sizes], np.ndarray]:
-    """Returns what gives the rows of one of the sections that follow each other."""
-
-    def rows(sizes: Sizes) -> np.ndarray:
-        edges = np.cumsum([0, *(sizes[width] for width in widths)])
-        return np.arange(edges[section], edges[section + 1])
-
-    return rows
-
-
-def evens_then_odds(sizes: Sizes) -> np.ndarray:
-    """Returns the order of rows that alternate between gate and up: all gates, then all ups."""
-    rows = np.arange(sizes["G"])
-    return np.concatenate([rows[::2], rows[1::2]])
-
-
 def sizes_of(arguments: Arguments) -> Sizes:
     """Returns the sizes that the letters of the tables stand for, and `padded`: the vocabulary's rows."""
     get = arguments.get
@@ -234,12 +197,23 @@ def sizes_of(arguments: Arguments) -> Sizes:
             "Z": 2 * keys + all_values,
             "W": arguments["linear_conv_kernel_dim"],
         }
+    if get("hybrid_layer_pattern"):
+        mamba = mamba_sizes(Namespace(**arguments))
+        inner, shared = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim
+        sizes |= {
+            "a": mamba.num_heads,
+            "b": inner,
+            "c": shared,
+            "d": inner + 2 * shared,
+            "e": 2 * inner + 2 * shared + mamba.num_heads,
+            "w": MAMBA_TAPS,
+        }
     return sizes
 
 
 def is_stacked_by_layer(arguments: Arguments) -> bool:
     """Whether Megatron stores a tensor of all layers as one, with an axis for the layer."""
-    if arguments.get("experimental_attention_variant"):
+    if arguments.get("experimental_attention_variant") or arguments.get("hybrid_layer_pattern"):
         return False
     return not arguments.get("num_experts") or arguments.get("moe_layer_freq", 1) == 1
 
@@ -250,6 +224,7 @@ def pieces_of(
     *,
     by_layer: bool | None = None,
     predictions_at: tuple[str, str] = BEHIND_THE_OTHERS,
+    layers_at: str = HF_LAYERS,
     names: Collection[str] = (),
 ) -> Iterator[Piece]:
     """Yields every piece of the model: outer ones, then layer by layer.
@@ -259,6 +234,7 @@ def pieces_of(
         arguments: Megatron-LM's arguments of the model.
         by_layer: whether tensors carry an axis for the layer; None as Megatron-Core would.
         predictions_at: where Hugging Face has prediction layers.
+        layers_at: how it begins the names of the other layers' tensors, before the number.
         names: tensors of a Hugging Face folder, which tell whether a layer's experts are stacked there; none are
             where they are unknown.
     """
@@ -274,28 +250,40 @@ def pieces_of(
             _piece(row, "", "", sizes),
             copies=tuple(outer + row.copy for outer, _ in predictions if row.copy is not None),
         )
-    is_expert, is_linear = expert_layers(arguments), linear_layers_of(arguments)
-    for layer in range(num_layers):
-        mlp: Place = "expert layer" if is_expert[layer] else "dense layer"
-        mixer: Place = "linear layer" if is_linear[layer] else "layer"
+    for layer, parts in enumerate(_parts_of_layers(arguments)):
         prefix, axes = f"{LAYERS}{layer}.", _NO_AXES
         if stacked:
             prefix, axes = LAYERS, ((layer,), (num_layers,))
-        places = (prefix, f"{HF_LAYERS}{layer}.")
-        yield from _layer_pieces(tables, arguments, names, (mixer, mlp), places, axes)
+        places = (prefix, f"{layers_at}{layer}.")
+        yield from _layer_pieces(tables, arguments, names, parts, places, axes)
     for number, (outer, inner) in enumerate(predictions):  # whose layers are as the last one
         prefix = f"{PREDICTIONS}{number}."
         for row in _rows(tables, "prediction layer", arguments):
             yield _piece(row, prefix, outer, sizes)
         places = (f"{prefix}transformer_layer.", inner)
-        yield from _layer_pieces(tables, arguments, names, (mixer, mlp), places, _NO_AXES)
+        yield from _layer_pieces(tables, arguments, names, parts, places, _NO_AXES)
+
+
+_MIXERS: dict[str, Place] = {SOFTMAX: "layer", DELTA: "linear layer", MAMBA: "mamba layer"}
+
+
+def _parts_of_layers(arguments: Arguments) -> Iterator[list[Place]]:
+    """Yields where each layer's rows stand: those of what mixes tokens, and those of the MLP."""
+    layers = zip(
+        layer_mixers_of(arguments), has_mlps(arguments), expert_layers(arguments), strict=True
+    )
+    for mixer, has_mlp, is_expert in layers:
+        parts: list[Place] = [] if mixer is None else [_MIXERS[mixer]]
+        if has_mlp:
+            parts.append("expert layer" if is_expert else "dense layer")
+        yield parts
 
 
 def _layer_pieces(
     tables: Mapping[Place, tuple[Row, ...]],
     arguments: Arguments,
     names: Collection[str],
-    parts: tuple[Place, Place],
+    parts: Sequence[Place],
     prefixes: tuple[str, str],
     axes: Axes,
 ) -> Iterator[Piece]:
@@ -304,7 +292,7 @@ def _layer_pieces(
     for part in parts:
         for row in _rows(tables, part, arguments):
             yield _piece(row, *prefixes, sizes, axes)
-    if parts[1] == "expert layer":
+    if "expert layer" in parts:
         stacked = _rows(tables, "stacked expert", arguments)
         is_stacked = any(prefixes[1] + name in names for row in stacked for name, _ in row.hf)
         rows = stacked if is_stacked else _rows(tables, "expert", arguments)

@@ -8,7 +8,7 @@ nothing, and whose value is not the one a family must have is refused, never ign
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.mcore.layer_patterns import layer_pattern
@@ -64,10 +64,10 @@ def negated(key: str, argument: str, default: bool) -> Setting:
     )
 
 
-def _heads_from_config(config: Config) -> Arguments:
+def _heads_from_config(config: Config, width: int | None = None) -> Arguments:
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
-    width = config.get("head_dim") or config["hidden_size"] // heads
+    width = config.get("head_dim") or width or config["hidden_size"] // heads
     for name, value in (("num_attention_heads", heads), ("num_key_value_heads", groups)):
         if value <= 0:
             raise ValueError(f"{name}={value} in config.json must be positive; correct it")
@@ -93,6 +93,17 @@ HEADS = Setting(
         "head_dim": arguments["kv_channels"],
     },
 )
+
+
+def heads_of_width(default: int) -> Setting:
+    """Returns the heads of a family whose width has a default of its own; `attention_head_dim` is an older key."""
+
+    def to_arguments(config: Config) -> Arguments:
+        return _heads_from_config(config, config.get("attention_head_dim") or default)
+
+    return replace(HEADS, keys=(*HEADS.keys, "attention_head_dim"), to_arguments=to_arguments)
+
+
 _WIDTHS_OF_ALL = (
     same("num_hidden_layers", "num_layers"),
     same("hidden_size"),

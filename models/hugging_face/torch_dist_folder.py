@@ -140,13 +140,16 @@ def _write_item(key: str, piece: Piece, dtype: torch.dtype) -> WriteItem:
 
 def _empty_states(stored: Sequence[Stored]) -> Iterator[WriteItem]:
     """Yields the objects without content that Megatron's linear layers look for beside weights."""
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    names: tuple[str, ...] = ("linear_", "in_proj", "out_proj", "eh_proj")
+    if any(key == "decoder.final_norm.weight" for key, _, _ in stored):  # a hybrid model's
+        names += ("output_layer",)
     for key, piece, _ in stored:
-        module, found, section = key.partition(".weight")
-        is_linear = module.rpartition(".")[2].startswith(
-            ("linear_", "in_proj", "out_proj", "eh_proj")
-        )
-        if found and is_linear and section in ("", ".query"):  # of sections the first: one for all
-            index, sizes = piece.index or (0,), piece.leading or (1,)
+        module, found, _ = key.partition(".weight")
+        is_linear = module.rpartition(".")[2].startswith(names)
+        index, sizes = piece.index or (0,), piece.leading or (1,)
+        if found and is_linear and (module, index) not in seen:  # one for all sections of a weight
+            seen.add((module, index))
             shard = f"{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
             state = MetadataIndex(f"{module}._extra_state/shard_{shard}")
             yield WriteItem(index=state, type=WriteItemType.BYTE_IO)

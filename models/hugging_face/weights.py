@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_cp.models.hugging_face.rows import (
-    Row,
+from megatron_cp.models.hugging_face.orders import (
     Sizes,
     by_group,
     by_group_with_gate,
@@ -22,6 +21,7 @@ from megatron_cp.models.hugging_face.rows import (
     of_key_heads,
     section_of,
 )
+from megatron_cp.models.hugging_face.rows import Row
 
 
 def row(megatron: str, *hf: tuple[str, str], **properties: Any) -> Row:
@@ -146,7 +146,7 @@ GATED_ATTENTION = (
 )
 
 
-def _sections(
+def sections(
     megatron: str,
     names: tuple[str, ...],
     hf: tuple[str, str],
@@ -160,7 +160,7 @@ def _sections(
 
 # All norms of the family but the last one store their weights minus 1; Megatron's switch is for all.
 _DELTA_NET_STATES = (
-    *_sections(
+    *sections(
         "self_attention.conv1d.weight",
         ("query", "key", "value"),
         ("linear_attn.conv1d.weight", "Z1W"),
@@ -173,13 +173,13 @@ _DELTA_NET_STATES = (
 )
 GATED_DELTA_NET = (
     row("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight", "H")),
-    *_sections(
+    *sections(
         "self_attention.in_proj.weight",
         ("query", "key", "value", "z"),
         ("linear_attn.in_proj_qkvz.weight", "XH"),
         lambda section: of_key_heads(section, "L", "L", "R", "R"),
     ),
-    *_sections(
+    *sections(
         "self_attention.in_proj.weight",
         ("beta", "alpha"),
         ("linear_attn.in_proj_ba.weight", "YH"),
@@ -189,7 +189,7 @@ GATED_DELTA_NET = (
 )
 GATED_DELTA_NET_BY_KIND = (
     GATED_DELTA_NET[0],
-    *_sections(
+    *sections(
         "self_attention.in_proj.weight",
         ("query", "key", "value"),
         ("linear_attn.in_proj_qkv.weight", "ZH"),

@@ -125,13 +125,13 @@ def _hybrid(case: Case) -> dict[str, object]:
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
-    from megatron_cp.mcore import compat
+    from megatron_cp.mcore import hybrid_classes
     from megatron_cp.mcore.hybrid import hybrid_stack_spec, hybrid_stack_spec_of
     from megatron_cp.mcore.spec import with_context_parallel
     from tests.mcore.test_mamba_mixer import LentNorm
 
     answers: dict[str, object] = {}
-    megatrons = compat.hybrid_parts()
+    megatrons = hybrid_classes.hybrid_parts()
     with parallel_state(case):
         config = make_config(case)
         own = {"our stack": hybrid_stack_spec_of(config), "command line": hybrid_stack_spec}

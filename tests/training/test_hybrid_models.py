@@ -84,7 +84,6 @@ def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: st
         ("--hybrid-layer-pattern M-G*", "'G' is a gated delta net"),
         ("--hybrid-layer-pattern M-x", "'x' is none of M, *, -, E and |"),
         ("--hybrid-layer-pattern M*/M", "'/' is where layers of a prediction begin"),
-        ("--num-layers 5", "M-M*ME*- has 8 layers; --num-layers is 5"),
         ("--hybrid-override-pattern MM", "the older name of --hybrid-layer-pattern, and they differ"),
         ("--hybrid-layer-pattern M-|M*", "has 2 stages; --pipeline-model-parallel-size is 1"),
         ("", "has layers of experts (E); give --num-experts"),
@@ -127,6 +126,12 @@ def test_what_the_flags_of_older_and_newer_scripts_mean():
         assert config.model.layers_by_mask() == {"full": 1, "window": 0}
     states = plan_request(one, on_cuda=False).config.linear_state_bytes
     assert states == 2 * 8 * 16 * (8 + 1) * 4
+
+
+def test_the_pattern_wins_over_a_number_of_layers():
+    config = parse_arguments([*RUN, "--hybrid-layer-pattern", "M-*", "--num-layers", "5"], {})
+    assert config.model.num_layers == 3
+    assert any("--num-layers 5 changes nothing here" in note for note in config.notes)
 
 
 def test_a_checkpoint_of_another_pattern_is_refused(alone: Path):

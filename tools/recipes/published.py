@@ -12,7 +12,7 @@ from typing import Any
 import yaml  # comes with wandb
 
 _CASES = Path("tests") / "functional_tests" / "test_cases"
-_KINDS = ("gpt", "mixtral", "moe")
+_KINDS = ("gpt", "mixtral", "moe", "hybrid", "nemotron")
 _NOT_TRAINING = ("inference", "grpo")
 _SIZES = (
     "--tensor-model-parallel-size",

@@ -62,7 +62,10 @@ def complete_hybrid_model(args: Namespace) -> Iterator[str]:
         return
     letters = "".join(stages)
     if args.num_layers not in (None, len(letters)):
-        yield f"{flag} has {len(letters)} layers; --num-layers is {args.num_layers}; leave one out"
+        args.notes.append(
+            f"--num-layers {args.num_layers} changes nothing here: {flag} has {len(letters)} layers, and wins as in "
+            "Megatron-LM 0.20"
+        )
     args.num_layers, args.hybrid_layer_pattern = len(letters), letters
     if len(stages) > 1:
         yield from _complete_stages(args, flag, [len(stage) for stage in stages])

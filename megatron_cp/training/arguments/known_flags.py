@@ -104,6 +104,10 @@ NOTED: dict[str, tuple[int, str]] = {
     "--ddp-average-in-collective": (0, "gradients are scaled, then summed: the same mean"),
     "--no-gradient-reduce-div-fusion": (0, "gradients are scaled, then summed: the same mean"),
     # when things are computed
+    "--use-fused-weighted-squared-relu": (
+        0,
+        "squared ReLU and the weights of experts are computed one after the other: the same results",
+    ),
     "--no-align-grad-reduce": (0, "each pipeline stage reduces gradients when they are ready"),
     "--disable-align-grad-reduce": (0, "each pipeline stage reduces gradients when they are ready"),
     "--no-use-layer-wise-param-layout": (

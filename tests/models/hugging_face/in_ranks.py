@@ -85,7 +85,8 @@ def load_model(root: Path, case: Case, groups):
     """(this rank's stage with the converted weights, its configuration, the arguments)."""
     from megatron.core import dist_checkpointing
 
-    from megatron_cp.models.gpt import Layout, build_gpt, transformer_config
+    from megatron_cp.models.build import build_model
+    from megatron_cp.models.gpt import Layout, transformer_config
     from megatron_cp.models.hugging_face.checks import with_stored_predictions
     from megatron_cp.models.hugging_face.config_file import arguments_of, read_config
     from megatron_cp.models.hugging_face.rows import PREDICTIONS
@@ -99,7 +100,7 @@ def load_model(root: Path, case: Case, groups):
     )
     layout = Layout(tensor=case.tp, pipeline=case.pp, context=case.cp, expert=case.ep)
     config = transformer_config(arguments, layout=layout, **dict(case.options))
-    model = build_gpt(
+    model = build_model(
         config,
         arguments,
         vocab_size=arguments["padded_vocab_size"],

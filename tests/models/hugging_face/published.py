@@ -1,5 +1,7 @@
 """Published models: what their config.json says, and how many parameters they have."""
 
+from tests.models.hugging_face.published_hybrids import HYBRIDS
+
 # What decides the model in the published config.json of each, in the form in which it was published.
 PUBLISHED = {
     "Llama-3.1-8B": {
@@ -364,6 +366,7 @@ PUBLISHED = {
         "v_head_dim": 128,
         "vocab_size": 129280,
     },
+    **HYBRIDS,
 }
 # As published with the models; DeepSeek-V3, published as 671B, by the digits of its main model with
 # the biases of its routers.
@@ -382,4 +385,6 @@ PARAMETERS = {
     "Mixtral-8x7B": 46_702_792_704,
     "gpt-oss-20b": 20_914_757_184,
     "DeepSeek-V3": 671_026_419_200,
+    "Nemotron-H-8B": 8_100_852_736,
+    "Nemotron-3-Nano-30B-A3B": 31_577_940_288,  # with the biases of its routers
 }

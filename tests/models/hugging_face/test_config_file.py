@@ -22,7 +22,7 @@ from tests.models.hugging_face.tiny_models import MODELS, make_tiny
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_pieces_of_a_published_model_have_as_many_elements_as_it_has_parameters(name: str):
     arguments = arguments_of(PUBLISHED[name]) | {"mtp_num_layers": None}
-    pieces = list(pieces_of(family_of(PUBLISHED[name]).weights, arguments))
+    pieces = family_of(PUBLISHED[name]).pieces(arguments)
     assert sum(piece.num_elements for piece in pieces) == PARAMETERS[name]
     sources = {(source.name, str(source.at)) for piece in pieces for source in piece.sources}
     assert len(sources) == sum(len(piece.sources) for piece in pieces)
@@ -198,6 +198,14 @@ def test_what_transformers_takes_for_granted_is_said():
         ("Mixtral-8x7B", {"sliding_window": 4096}, "sliding_window=4096"),
         ("Mixtral-8x7B", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
         ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("Nemotron-H-8B", {"layers_block_type": ["mamba"] * 52}, "say other layers; correct one"),
+        ("Nemotron-H-8B", {"num_hidden_layers": 51}, "num_hidden_layers=51"),
+        ("Nemotron-H-8B", {"hybrid_override_pattern": "M-G"}, "'G' is a gated delta net"),
+        ("Nemotron-H-8B", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
+        ("Nemotron-H-8B", {"time_step_limit": [0.001, 0.1]}, "time_step_limit="),
+        ("Nemotron-H-8B", {"conv_kernel": 3}, "conv_kernel=3"),
+        ("Nemotron-3-Nano-30B-A3B", {"moe_latent_size": 1024}, "moe_latent_size=1024"),
+        ("Nemotron-3-Nano-30B-A3B", {"n_shared_experts": 2}, "n_shared_experts=2"),
         ("Qwen3-8B", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
     ],
 )

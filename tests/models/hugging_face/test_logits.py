@@ -88,21 +88,29 @@ def test_predictions_of_packed_documents_are_those_of_the_layers_parts(tmp_path:
 
 # Latent attention needs TransformerEngine's layers there: Megatron's local ones are refused.
 @pytest.mark.parametrize(
-    "name", ["llama3", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_next", "qwen3_5"]
+    "name", ["llama3", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_next", "qwen3_5", "nemotron_h"]
 )
 def test_two_tensor_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(tp=2))
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_tied", "smollm3", "qwen3_moe", "qwen3_5_moe", "gpt_oss", "deepseek_v3_plain"]
+    "name",
+    [
+        *("llama_tied", "smollm3", "qwen3_moe", "qwen3_5_moe", "gpt_oss", "deepseek_v3_plain"),
+        "nemotron_h",
+    ],
 )
 def test_two_pipeline_stages_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(pp=2))
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", "qwen3_5_moe", "glm4_moe", "mixtral", "gpt_oss", "deepseek_v3"]
+    "name",
+    [
+        *("qwen3_moe", "qwen3_5_moe", "glm4_moe", "mixtral", "gpt_oss", "deepseek_v3"),
+        "nemotron_h_moe",
+    ],
 )
 def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(ep=2))
@@ -130,6 +138,8 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("deepseek_v3", {"rope_parameters": {"mscale_all_dim": 1.0}}),
         ("deepseek_v3", {"routed_scaling_factor": 2.4}),
         ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
+        ("nemotron_h_moe", {"routed_scaling_factor": 2.4}),
+        ("nemotron_h_moe", {"n_group": 1, "topk_group": 1}),
     ],
     ids=str,
 )

@@ -18,6 +18,8 @@ from tests.models.hugging_face.test_config_file import PUBLISHED
 from tests.models.hugging_face.tiny_models import make_tiny
 from tools.convert_checkpoint import training_flags
 
+NANO = PUBLISHED["Nemotron-3-Nano-30B-A3B"]["hybrid_override_pattern"]
+
 
 def test_what_a_family_means_by_what_is_not_said():
     """As transformers does: Qwen3-Next scales the weights of its experts, and 0 is no mscale."""
@@ -59,6 +61,7 @@ def test_the_flags_of_a_published_model_are_told_and_what_has_none_is():
         ("Qwen3-Next-80B-A3B", "linear_attention_freq", [1, 1, 1, 0] * 12, [1, 0] * 24),
         ("Qwen3-Next-80B-A3B", "experimental_attention_variant", "gdn", "dsa"),
         ("Llama-3.1-8B", "vocab_size", 128000, 128257),
+        ("Nemotron-3-Nano-30B-A3B", "hybrid_layer_pattern", f"{NANO[:20]}|{NANO[20:]}", NANO[::-1]),
     ],
 )
 def test_the_same_model_said_otherwise_is_the_same(name: str, argument: str, same, other):

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp.models.hugging_face.rows import Piece, Row, Source, by_group, evens_then_odds
+from megatron_cp.models.hugging_face.orders import by_group, evens_then_odds
+from megatron_cp.models.hugging_face.rows import Piece, Row, Source
 
 
 @given(groups=st.integers(1, 5), per_group=st.integers(1, 4), width=st.integers(1, 6))

@@ -26,6 +26,17 @@ LAYOUTS = {
     "qwen2": (1, []),
     "qwen3_5": (2, ["--tensor-model-parallel-size", "2"]),
     "qwen3_next": (2, ["--context-parallel-size", "2", "--reset-attention-mask"]),
+    "nemotron_h": (2, ["--tensor-model-parallel-size", "2"]),
+    "nemotron_h_moe": (
+        2,
+        [
+            "--context-parallel-size",
+            "2",
+            "--reset-attention-mask",
+            "--moe-router-bias-update-rate",
+            "0",
+        ],
+    ),
     "glm4_moe": (2, ["--context-parallel-size", "2", "--moe-router-bias-update-rate", "0"]),
 }
 

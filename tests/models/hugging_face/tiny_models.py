@@ -78,6 +78,23 @@ _GATED_EXPERTS = {
 _QWEN3_5 = {**_DELTA_NETS, "pad_token_id": None}
 
 
+def _layers(pattern: str) -> list[str]:
+    words = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    return [words[letter] for letter in pattern]
+
+
+_NEMOTRON = {
+    "layers_block_type": _layers("M-M*-M"),
+    "num_hidden_layers": 6,
+    "head_dim": 32,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "time_step_min": 1e-9,  # transformers holds steps above it, Megatron and the models' own code do not
+}
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A model of ``transformers``: its class name without ForCausalLM, and what differs."""
@@ -138,6 +155,22 @@ MODELS = {
     "qwen3_5": Tiny("Qwen3_5", _QWEN3_5, is_dense=True),
     "qwen3_5_tied": Tiny("Qwen3_5", {**_QWEN3_5, "tie_word_embeddings": True}, is_dense=True),
     "qwen3_5_moe": Tiny("Qwen3_5Moe", {**_QWEN3_5, **_GATED_EXPERTS}),
+    "nemotron_h": Tiny("NemotronH", _NEMOTRON, is_dense=True),
+    "nemotron_h_moe": Tiny(
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": _layers("MEM*EM-*E"),
+            "num_hidden_layers": 9,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 40,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "glm4_moe": Tiny(
         "Glm4Moe",
         {
