@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron_cp.mcore import duplicated_linear
 from megatron_cp.mcore.hook_points import OLDEST, TESTED, Version, dotted
 from megatron_cp.mcore.wrapping import put_hook
 
@@ -255,6 +256,7 @@ def repair_megatron() -> None:
     if not has_transformer_engine():
         _repair_names()
         _repair_biases_of_experts()
+        duplicated_linear.install()
     if not torch.cuda.is_available():
         _repair_split_sizes()
     _repair_length_of_yarn()

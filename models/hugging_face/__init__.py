@@ -2,11 +2,11 @@
 
     config_file.py                    config.json as Megatron-LM's arguments, and back
     settings.py, rope_settings.py     the tables for it
-    rows.py, families.py              tables of weights: names, and how tensors are joined and cut
+    rows.py, orders.py                tables of weights: names, and how tensors are joined and cut
+    families.py, nemotron.py          the families' tables and settings
     safetensors_folder.py             Hugging Face folders
     torch_dist_folder.py              Megatron folders
     checks.py, convert.py             the two directions
-    build.py                          a GPTModel for what was converted
 
 Two libraries were looked at first and do not serve without a GPU: mbridge 0.15.1 fills a GPTModel
 that it builds from Transformer Engine's layer specs (without it: `NameError: TENorm`), puts

@@ -232,6 +232,7 @@ _UNSAID_OF_EXPERTS = {
     "moe_router_group_topk": None,
     "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_gate": False,
+    "moe_latent_size": None,
     "moe_apply_probs_on_input": False,
     "moe_mlp_glu_interleave_size": None,
     "moe_shared_expert_glu_interleave_size": None,

@@ -26,6 +26,11 @@ TOP_K = Setting(
     to_arguments=_top_k_from_config,
     to_config=lambda arguments: {"num_experts_per_tok": arguments["moe_router_topk"]},
 )
+LATENT_SIZE = Setting(
+    keys=("moe_latent_size",),
+    to_arguments=lambda config: {"moe_latent_size": config.get("moe_latent_size")},
+    to_config=lambda arguments: {"moe_latent_size": arguments.get("moe_latent_size")},
+)
 EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size")
 NO_DENSE_LAYERS = Setting(  # whose width Megatron-Core asks for all the same
     keys=("intermediate_size",),

@@ -81,12 +81,19 @@ _EXPERT_LAYER = (
     w.row("mlp.linear_fc1.layer_norm_weight", _NORM, fused="pre_mlp_layernorm.weight"),
     w.row("mlp.router.weight", ("mixer.gate.weight", "EH")),
     w.row("mlp.router.expert_bias", ("mixer.gate.e_score_correction_bias", "E")),
+    *w.where(
+        "moe_latent_size",
+        (
+            w.row("mlp.fc1_latent_proj.weight", ("mixer.fc1_latent_proj.weight", "kH")),
+            w.row("mlp.fc2_latent_proj.weight", ("mixer.fc2_latent_proj.weight", "Hk")),
+        ),
+    ),
     w.row("mlp.shared_experts.linear_fc1.weight", ("mixer.shared_experts.up_proj.weight", "SH")),
     w.row("mlp.shared_experts.linear_fc2.weight", ("mixer.shared_experts.down_proj.weight", "HS")),
 )
 _EXPERTS = (
-    w.row("linear_fc1.weight", ("mixer.experts.{e}.up_proj.weight", "MH")),
-    w.row("linear_fc2.weight", ("mixer.experts.{e}.down_proj.weight", "HM")),
+    w.row("linear_fc1.weight", ("mixer.experts.{e}.up_proj.weight", "Mk")),
+    w.row("linear_fc2.weight", ("mixer.experts.{e}.down_proj.weight", "kM")),
 )
 
 
@@ -131,6 +138,7 @@ _EXPERT_SETTINGS = (
     experts.TOP_K,
     experts.EXPERT_WIDTH,
     same("moe_shared_expert_intermediate_size"),
+    experts.LATENT_SIZE,
     experts.GROUPS,
     experts.ROUTED_SCALING,
 )
@@ -226,7 +234,6 @@ NEMOTRON_H = Family(
         "residual_in_fp32": (False, None),
         "norm_topk_prob": (True, None),
         "n_shared_experts": (1, None),
-        "moe_latent_size": (None,),
         # The mixer's own norm has 1e-5 in Megatron-Core whatever the configuration says.
         "layer_norm_epsilon": (1e-5,),
         "rms_norm_eps": (1e-5, None),

@@ -17,7 +17,7 @@ weight (`less`), which Megatron stores less 1.
 # projections, O = N x value width. Gated delta nets: J value heads, I width of a value head, L = key
 # heads x key width, R = J x I, X = 2 x L + 2 x R, Y = 2 x J, Z = 2 x L + R, W taps; P = 2 x Q. Stored
 # as one: f = 2 x F, q = Q + 2 x K. Prediction layers: h = 2 x H. Mamba-2: a heads, b = a x head width, c groups x
-# state width, d = b + 2 x c, e = 2 x b + 2 x c + a, w taps.
+# state width, d = b + 2 x c, e = 2 x b + 2 x c + a, w taps; k width of what experts see.
 
 from __future__ import annotations
 
@@ -207,6 +207,7 @@ def sizes_of(arguments: Arguments) -> Sizes:
             "d": inner + 2 * shared,
             "e": 2 * inner + 2 * shared + mamba.num_heads,
             "w": MAMBA_TAPS,
+            "k": get("moe_latent_size") or arguments["hidden_size"],
         }
     return sizes
 

@@ -141,7 +141,14 @@ def _write_item(key: str, piece: Piece, dtype: torch.dtype) -> WriteItem:
 def _empty_states(stored: Sequence[Stored]) -> Iterator[WriteItem]:
     """Yields the objects without content that Megatron's linear layers look for beside weights."""
     seen: set[tuple[str, tuple[int, ...]]] = set()
-    names: tuple[str, ...] = ("linear_", "in_proj", "out_proj", "eh_proj")
+    names: tuple[str, ...] = (
+        "linear_",
+        "in_proj",
+        "out_proj",
+        "eh_proj",
+        "fc1_latent",
+        "fc2_latent",
+    )
     if any(key == "decoder.final_norm.weight" for key, _, _ in stored):  # a hybrid model's
         names += ("output_layer",)
     for key, piece, _ in stored:

@@ -111,7 +111,7 @@ def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys
 @pytest.mark.parametrize(
     ("flags", "name", "advice"),
     [
-        (["--moe-latent-size", "8"], "--moe-latent-size", "gpt_layer_spec"),
+        (["--moe-hybridep-num-sms", "8"], "--moe-hybridep-num-sms", "gpt_layer_spec"),
         (["--mtp-standalone"], "--mtp-standalone", "--mtp-num-layers"),
         (["--use-mup"], "--use-mup", "gpt_layer_spec"),
         (["--dsa-indexer-topk", "3"], "--dsa-indexer-topk", "softmax"),

@@ -150,7 +150,8 @@ def test_another_model_is_refused_by_the_flag_that_differs(tmp_path, name: str):
 
 
 def test_heads_that_latent_attention_does_not_read_may_be_said_otherwise(tmp_path):
-    arguments = dict.fromkeys(files.SHAPE_ARGUMENTS, 1) | {"multi_latent_attention": True}
+    latent = {"multi_latent_attention": True, "hybrid_layer_pattern": None}
+    arguments = dict.fromkeys(files.SHAPE_ARGUMENTS, 1) | latent
     saved, wanted = (
         files.shape_of(arguments | {"kv_channels": heads, "num_query_groups": heads})
         for heads in (1, 2)

@@ -55,6 +55,35 @@ def test_linear_layers_counted_by_hand():
     assert flops.num_layers == {"full": 1}
 
 
+def test_hybrid_layers_counted_by_hand():
+    model = {
+        "num_layers": 5,
+        "hybrid_layer_pattern": "M-M*E",
+        "hidden_size": 8,
+        "ffn_hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_query_groups": 4,
+        "kv_channels": 2,
+        "squared_relu": True,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 3,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 5,
+        "num_experts": 16,
+        "moe_router_topk": 3,
+        "moe_ffn_hidden_size": 7,
+        "moe_shared_expert_intermediate_size": 9,
+        "moe_latent_size": 4,
+    }
+    flops = gpt_flops(model, num_layers={"full": 1, "window": 0}, vocab_size=10)
+    # z and x 6x3, B and C 2x5, dt 6, out 18x8; taps of 4 on x, B, C; a state of 3x5 written and read.
+    mamba = 8 * (18 + 18 + 10 + 10 + 6) + 18 * 8 + 4 * (18 + 10 + 10) + 2 * 6 * 3 * 5
+    softmax, mlp = 4 * 8 * 8, 2 * 8 * 16
+    experts = 2 * 4 * 3 * 7 + 2 * 8 * 9 + 8 * 16 + 2 * 8 * 4
+    assert flops.matrix_parameters == 2 * mamba + softmax + mlp + experts + 80
+    assert flops.num_layers == {"full": 1}
+
+
 def test_experts_latent_attention_and_prediction_counted_by_hand():
     model = {
         "num_layers": 2,

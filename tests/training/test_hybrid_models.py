@@ -17,7 +17,10 @@ MODEL = shlex.split(
     "--mamba-state-dim 16 --mamba-num-heads 8 --calculate-per-token-loss"
 )
 RUN = [*MODEL, *DATA, *STEPS, "--eval-iters", "1", "--no-wandb"]
-EXPERTS = shlex.split("--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2")
+EXPERTS = shlex.split(
+    "--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2 --moe-latent-size 24 "
+    "--moe-shared-expert-intermediate-size 32"
+)
 LAYOUTS = {  # ranks, flags
     "context": (2, "--context-parallel-size 2 --cp-planner auto"),
     "three context ranks": (3, "--context-parallel-size 3"),
@@ -93,6 +96,10 @@ def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: st
         ("--hybrid-layer-pattern M* --mtp-num-layers 1", "--mtp-num-layers 1 with --hybrid-layer"),
         ("--hybrid-layer-pattern M* --mamba-num-groups 3", "a multiple of mamba_num_groups=3"),
         ("--hybrid-layer-pattern M* --mamba-state-dim 0", "--mamba-state-dim 0 must be positive"),
+        ("--num-experts 4 --moe-latent-size 0", "--moe-latent-size 0 must be positive"),
+        ("--num-experts 4 --moe-latent-size 8 --moe-shared-expert-overlap "
+         "--moe-shared-expert-intermediate-size 8",
+         "--moe-shared-expert-overlap with --moe-latent-size"),
         ("--hybrid-layer-pattern M* --optimizer muon", "--optimizer muon with --hybrid-layer"),
         ("--hybrid-layer-pattern M* --use-rope-scaling --position-embedding-type rope",
          "--use-rope-scaling with --hybrid-layer-pattern"),

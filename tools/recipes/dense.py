@@ -68,6 +68,10 @@ def model_provider(
 ) -> Any:
     """Returns the GPT of the arguments, built from Megatron-Core's own specs. On one rank alone."""
     arguments = config.arguments
+    if config.model.hybrid_layer_pattern is not None:
+        raise NotImplementedError(
+            "--hybrid-layer-pattern: Megatron-Core's own mixer needs kernels of a GPU; compare the other runs"
+        )
     settings = transformer_config(arguments, dtype=config.model.dtype, use_cpu_initialization=True)
     block = compat.decoder_block_spec(settings, use_transformer_engine=False, vp_stage=vp_stage)
     block = copy.deepcopy(block)

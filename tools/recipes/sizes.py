@@ -31,6 +31,7 @@ _LATENT = {
     "--qk-pos-emb-head-dim": (64, 8),
     "--v-head-dim": (128, 16),
 }
+_PATTERN = "--hybrid-layer-pattern"
 _HEADS, _WIDTH, _HEAD = "--num-attention-heads", "--hidden-size", "--kv-channels"
 
 
@@ -68,6 +69,8 @@ def cut_width(line: CommandLine) -> None:
                 line.set(flag, min(size, max(8, size * new // of)), why="small")
     if line.has("--experimental-attention-variant"):
         _cut_linear(line)
+    if line.has(_PATTERN):
+        _cut_mamba(line, new_width)
     _keep_activations(line, Fraction(width, new_width))
 
 
@@ -83,6 +86,17 @@ def _cut_linear(line: CommandLine) -> None:
     line.set("--linear-num-value-heads", new_values, why="few heads")
     for flag in ("--linear-key-head-dim", "--linear-value-head-dim"):
         line.set(flag, min(line.number(flag, 128), HEAD), why="small")
+
+
+def _cut_mamba(line: CommandLine, width: int) -> None:
+    """Cuts the mixers of a hybrid model: twice as wide as the model, as where no heads are named."""
+    groups = min(line.number("--mamba-num-groups", 8), _MOST_GROUPS)
+    line.set("--mamba-num-groups", groups, why="few heads")
+    for flag in ("--mamba-head-dim", "--mamba-state-dim"):
+        line.set(flag, HEAD, why="small")
+    if line.has("--mamba-num-heads"):
+        heads = max(1, 2 * width // HEAD // groups) * groups
+        line.set("--mamba-num-heads", heads, why="few heads")
 
 
 def _keep_activations(line: CommandLine, factor: Fraction) -> None:
@@ -106,16 +120,29 @@ def cut_experts(line: CommandLine) -> None:
 def least_layers(line: CommandLine) -> int:
     """Returns how few layers still hold every kind of layer of the recipe."""
     least = 2
+    if line.has(_PATTERN):
+        return max(least, len(_kinds(line.text(_PATTERN))))
     for flag in _LAYER_LISTS:
         value = layers_of(line.text(flag)) if line.has(flag) else 1
         least = max(least, min(value, 4) if isinstance(value, int) else len(set(value)))
     return min(least, line.number("--num-layers", 2))
 
 
+def _kinds(pattern: str) -> str:
+    """Returns the letters of a pattern in the order in which they come first."""
+    return "".join(dict.fromkeys(pattern.partition("/")[0].replace("|", "")))
+
+
 def cut_layers(line: CommandLine, layers: int) -> None:
     """Gives the model this many layers; lists of layers keep the order of their kinds."""
     before = line.number("--num-layers", 1)
-    line.set("--num-layers", layers, why="few layers")
+    if line.has(_PATTERN):
+        kinds = _kinds(line.text(_PATTERN))
+        pattern = "".join(kinds[place % len(kinds)] for place in range(layers))
+        line.set(_PATTERN, pattern, why=f"{layers} layers of the same kinds")
+        line.drop(("--num-layers",), "the pattern says it")
+    else:
+        line.set("--num-layers", layers, why="few layers")
     for flag in _LAYER_LISTS:
         value = layers_of(line.text(flag)) if line.has(flag) else None
         if isinstance(value, list):

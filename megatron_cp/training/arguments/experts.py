@@ -16,6 +16,7 @@ _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 _NEEDS_EXPERTS = (
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
     "moe_grouped_gemm",
     "moe_router_enable_expert_bias",
     "moe_expert_capacity_factor",
@@ -82,6 +83,13 @@ def check_experts(args: Namespace) -> Iterator[str]:
             f"--moe-shared-expert-intermediate-size {shared} must be a positive multiple of "
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size}"
         )
+    if args.moe_latent_size is not None:
+        yield from require(args, "moe_latent_size")
+        if args.moe_shared_expert_overlap:
+            yield (
+                "--moe-shared-expert-overlap with --moe-latent-size is not served by Megatron-Core; leave out "
+                "--moe-shared-expert-overlap: the same results"
+            )
     if shared is None and args.moe_shared_expert_gate:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; give it too"
     # Without it Megatron-Core evaluates with one dispatcher, and trains with none.

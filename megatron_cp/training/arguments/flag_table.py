@@ -136,6 +136,7 @@ TABLE = """
 --moe-layer-freq layers 1 | which layers have experts: every Nth from the first, or a list
 --moe-ffn-hidden-size int - | width of an expert; default --ffn-hidden-size
 --moe-shared-expert-intermediate-size int - | width of the experts that see every token
+--moe-latent-size int - | width of what experts see, behind a projection; default the model's
 --moe-shared-expert-gate on - | a gate on their output
 --moe-shared-expert-overlap on - | compute them while tokens travel
 --moe-grouped-gemm on - | all experts of a rank in one matrix product

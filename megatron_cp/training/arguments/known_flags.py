@@ -104,6 +104,7 @@ NOTED: dict[str, tuple[int, str]] = {
     "--ddp-average-in-collective": (0, "gradients are scaled, then summed: the same mean"),
     "--no-gradient-reduce-div-fusion": (0, "gradients are scaled, then summed: the same mean"),
     # when things are computed
+    "--disable-mamba-mem-eff-path": (0, "the kernels of mamba_ssm are not used here"),
     "--use-fused-weighted-squared-relu": (
         0,
         "squared ReLU and the weights of experts are computed one after the other: the same results",
@@ -236,8 +237,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "hybrid-attention-ratio hybrid-mlp-ratio",
         "--hybrid-layer-pattern says of each layer what it is; Megatron-LM prints the pattern of these ratios",
     ),
-    ("mamba-mem-eff-path", "the kernels of mamba_ssm are not used here; " + _SAME_RESULTS),
-    ("mamba-", "Mamba-2 computes its states in fp32 here; leave it out"),
+    ("mamba-inference-", _NO_INFERENCE),
+    ("mamba-training-", "states of Mamba-2 are fp32 here, as without it where --bf16 is not given"),
     ("dsa-", "only softmax attention and gated delta nets are built here"),
     (
         "kitchen heterogeneous-layers relative-attention flash-attention-version mhc- gdp-",

@@ -123,6 +123,8 @@ def _mlp(arguments: Mapping[str, Any], *, is_expert: bool) -> int:
     matrices = 3 if arguments.get("swiglu") or arguments.get("quick_geglu") else 2
     if not is_expert:
         return int(matrices * hidden * arguments["ffn_hidden_size"])
-    active = arguments["moe_router_topk"] * arguments["moe_ffn_hidden_size"]
-    active += arguments.get("moe_shared_expert_intermediate_size") or 0
-    return int(matrices * hidden * active + hidden * arguments["num_experts"])
+    latent = arguments.get("moe_latent_size")
+    routed = arguments["moe_router_topk"] * arguments["moe_ffn_hidden_size"] * (latent or hidden)
+    shared = (arguments.get("moe_shared_expert_intermediate_size") or 0) * hidden
+    around = hidden * arguments["num_experts"] + 2 * hidden * (latent or 0)
+    return int(matrices * (routed + shared) + around)

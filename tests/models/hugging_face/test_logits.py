@@ -109,7 +109,7 @@ def test_two_pipeline_stages_load_the_same_checkpoint(converted: Path, name: str
     "name",
     [
         *("qwen3_moe", "qwen3_5_moe", "glm4_moe", "mixtral", "gpt_oss", "deepseek_v3"),
-        "nemotron_h_moe",
+        *("nemotron_h_moe", "nemotron_h_latent"),
     ],
 )
 def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):

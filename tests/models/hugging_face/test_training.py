@@ -37,6 +37,13 @@ LAYOUTS = {
             "0",
         ],
     ),
+    "nemotron_h_latent": (
+        2,
+        [
+            *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            *("--moe-router-bias-update-rate", "0"),
+        ],
+    ),
     "glm4_moe": (2, ["--context-parallel-size", "2", "--moe-router-bias-update-rate", "0"]),
 }
 

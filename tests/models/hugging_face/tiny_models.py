@@ -171,6 +171,18 @@ MODELS = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "nemotron_h_latent": Tiny(
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": _layers("ME*EM-"),
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 24,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "glm4_moe": Tiny(
         "Glm4Moe",
         {
