@@ -49,7 +49,8 @@ class ContextMambaMixer(Recurrence, MegatronModule):
     The constructor takes Megatron's arguments: `config`, `submodules` (`in_proj`, `out_proj`), `d_model`,
     `layer_number`, and `pg_collection` with `tp` and `cp`; others that its layers pass are not needed. `thd_split` is
     that of `ContextParallelAttention`. Weights drawn on the CPU start the same at every tensor-parallel size; of those
-    drawn on a GPU `in_proj` and `out_proj` do not. Plain torch on every device; **it has never run on a GPU**.
+    drawn on a GPU `in_proj` and `out_proj` do not. In 16 bits on a GPU the recurrence is that of flash-linear-attention
+    where it is installed and right there; else plain torch computes. **It has never run on a GPU.**
 
     Raises NotImplementedError or ValueError for settings that it cannot honour.
     """
@@ -167,21 +168,20 @@ class ContextMambaMixer(Recurrence, MegatronModule):
             bias=self.conv1d.bias.repeat(batch),
             activation="silu",
         ).view_as(channels)
-        # fp32 from here to the norm, as in the kernels of mamba_ssm
-        x, keys, queries = channels.float().split(list(self._channel_sections), dim=-1)
+        x, keys, queries = channels.split(list(self._channel_sections), dim=-1)
         steps = F.softplus(dt.float() + self.dt_bias.float())
         x_TnP = x.reshape(len(x), -1, self._head_dim)
         y_TnP = cp_linear_attention(
             self._of_heads(queries),
             self._of_heads(keys),
-            x_TnP * steps.reshape(len(x), -1, 1),
+            (x_TnP * steps.reshape(len(x), -1, 1)).to(x.dtype),
             stream.plan,
             stream.group,
             document_lengths=stream.document_lengths,
             g=(-self.A_log.float().exp() * steps).flatten(1),
             scale=1.0,
         )
-        y_TnP = y_TnP + self.D.float().repeat(batch)[:, None] * x_TnP
+        y_TnP = y_TnP.float() + self.D.float().repeat(batch)[:, None] * x_TnP
         gated = self.norm(y_TnP.reshape(z.shape), z).to(projected.dtype)
         return self.out_proj(stream.rows.unfold(gated))
 

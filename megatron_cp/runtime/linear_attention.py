@@ -63,9 +63,9 @@ def cp_linear_attention(  # noqa: PLR0913  the public signature
     Differentiable in q, k, v, g and beta.
 
     `backend="torch"` is plain torch on every device: everything inside is fp32 (fp64), in a fixed order. "fla" are the
-    Triton kernels of flash-linear-attention for the gated delta rule in 16 bits on a GPU. None takes them where they
-    serve the call and agree with the recurrence on a small case. On a GPU
-    plain torch ran on one H100; the kernels have never computed.
+    Triton kernels of flash-linear-attention for one decay for each head, with beta or without, in 16 bits on a GPU.
+    None takes them where they serve the call and agree with the recurrence on a small case. On a GPU plain torch ran on
+    one H100; the kernels have never computed.
 
     Collective over `group` (None for cp_size 1) where a document lies on several ranks, forward and backward: every
     rank calls it with the same plan, lengths, dtypes, options and `requires_grad`.
@@ -92,7 +92,7 @@ def cp_linear_attention(  # noqa: PLR0913  the public signature
         if chosen == "torch":
             out = _attend(tensors, scale, layout, session.group)
         else:
-            assert g is not None and beta is not None
+            assert g is not None
             runs = segment_runs(plan, lengths, rank, q.device).here()
             out = _attend_runs((q, k, v, g, beta), scale, layout, runs, session.group)
     return out.to(q.dtype)
@@ -149,7 +149,7 @@ def _attend(
 
 
 def _attend_runs(
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
     scale: float,
     layout: LinearLayout,
     runs: SegmentRuns,
@@ -157,12 +157,16 @@ def _attend_runs(
 ) -> Tensor:
     """As `_attend`, by kernels that take a state before each run of tokens and give the one behind it."""
     rows = layout.chunking.rows
-    q, k, v, g, beta = every = [x.index_select(0, rows) for x in tensors]
+    every = _rows_of(tensors, rows)
+    q, k, v = (x for x in every[:3] if x is not None)
     # What hangs on no token hangs on this in autograd's graph, as maps do elsewhere: all ranks go the way back.
-    nothing = sum((x[:0].float().sum() for x in (k, v, g, beta)), q.new_zeros(()).float())
-    told = nothing.expand(len(runs.told), *k.shape[1:], k.shape[-1] + v.shape[-1])
+    gates = (x[:0].float().sum() for x in every[1:] if x is not None)
+    nothing = sum(gates, q.new_zeros(()).float())
+    transition_width = 1 if tensors[-1] is None else k.shape[-1]
+    told = nothing.expand(len(runs.told), *k.shape[1:], transition_width + v.shape[-1])
     if len(told):
-        k_, v_, g_, beta_ = (x.index_select(0, runs.told.tokens) for x in (k, v, g, beta))
+        k_, v_, g_, beta_ = _rows_of(every[1:], runs.told.tokens)
+        assert k_ is not None and v_ is not None and g_ is not None
         transition, added = linear_fla.map_of_runs(k_, v_, g_, beta_, runs.told.bounds)
         told = torch.cat([added, transition], dim=-1)
     flight = layout.exchange.start(told, group)
@@ -174,13 +178,19 @@ def _attend_runs(
     return flat.new_zeros((len(tensors[0]), *flat.shape[1:])).index_copy(0, rows, flat)
 
 
+def _rows_of(tensors: Sequence[Tensor | None], index: Tensor) -> list[Tensor | None]:
+    """Returns these rows of each tensor that there is."""
+    return [None if x is None else x.index_select(0, index) for x in tensors]
+
+
 def _outputs(
-    tensors: Sequence[Tensor], runs: Runs, initial: Tensor, scale: float, flat: Tensor
+    tensors: Sequence[Tensor | None], runs: Runs, initial: Tensor, scale: float, flat: Tensor
 ) -> Tensor:
     """Returns `flat` `[tokens, H, V]` with the outputs of these runs, which start from `initial`."""
     if not len(runs):
         return flat
-    q, k, v, g, beta = (x.index_select(0, runs.tokens) for x in tensors)
+    q, k, v, g, beta = _rows_of(tensors, runs.tokens)
+    assert q is not None and k is not None and v is not None and g is not None
     out, _ = linear_fla.rule_of_runs(q, k, v, g, beta, runs.bounds, initial, scale)
     return flat.index_copy(0, runs.tokens, out)
 

@@ -32,7 +32,8 @@ def run_layer(rank, world_size, build, case: Case, planner: str):
         layer = build(case)
         cp_rank = layer.pg_collection.cp.rank()
         params, plan = params_of(LENGTHS, case.cp, planner)
-        x, upstream = rows_and_upstream(sum(LENGTHS))[:, tokens_of(plan, "q")[cp_rank].copy()]
+        rows = rows_and_upstream(sum(LENGTHS)).to(layer.in_proj.weight.dtype)
+        x, upstream = rows[:, tokens_of(plan, "q")[cp_rank].copy()]
         own = slice(None)
         if case.sequence_parallel:
             share = len(x) // case.tp

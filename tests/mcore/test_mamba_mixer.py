@@ -37,7 +37,8 @@ SECTIONS = {  # rows on one of two tensor ranks
 
 
 def config_of(case: Case, **options):
-    config = make_config(dataclasses.replace(case, options=tuple({**OPTIONS, **options}.items())))
+    fields = {**OPTIONS, **dict(case.options), **options}
+    config = make_config(dataclasses.replace(case, options=tuple(fields.items())))
     config.hybrid_layer_pattern = "M*"
     return config
 
@@ -128,6 +129,18 @@ def test_mixer_equals_its_definition_document_by_document(case, planner, oracle)
         ours = joined([r[4] for r in tensor_ranks], name, SECTIONS.get(name))
         assert wanted.abs().max() > 0
         assert_near(ours, wanted)
+
+
+def test_a_mixer_in_16_bits_is_near_its_definition():
+    case = Case(cp=2).with_options(params_dtype=torch.bfloat16, bf16=True)
+    ranks = run_on_ranks(2, run_layer, build_mixer, case, "zigzag", timeout=110)
+    assert ranks[0][1].dtype == ranks[0][3]["in_proj.weight"].dtype == torch.bfloat16
+    out, dx, gradients = exact(ranks[0][3], by_recurrence)
+    ours_out, ours_dx, order = in_order(ranks, case)
+    for ours, wanted in ((ours_out, out[order]), (ours_dx, dx[order])):
+        assert (ours.double() - wanted).abs().max() < 0.03 * wanted.abs().max()
+    for name, wanted in gradients.items():
+        assert (ranks[0][4][name].double() - wanted).abs().max() < 0.03 * wanted.abs().max(), name
 
 
 def test_weights_start_the_same_on_any_tensor_parallel_ranks():
@@ -246,6 +259,43 @@ def test_checkpoints_are_those_of_megatrons_mixer(tp):
             key: shape for key, (_, shape) in theirs.items()
         }
         assert {"x.in_proj.weight.dt", "x.conv1d.bias.B", "x.norm.weight", "x.D"} <= set(ours)
+
+
+def said_of_megatrons_mixer(rank, world_size):
+    """What a model of our attention and Megatron's own mixer says to a planned batch."""
+    with parallel_state(Case()):
+        import copy
+        from unittest import mock
+
+        from megatron.core.ssm import mamba_context_parallel
+        from megatron.core.ssm import mamba_mixer as megatrons
+
+        from megatron_cp.mcore import hybrid_classes
+        from megatron_cp.mcore.hybrid import hybrid_stack_spec_of
+
+        parts = hybrid_classes.hybrid_parts()
+        config = config_of(Case())
+        spec = copy.deepcopy(hybrid_stack_spec_of(config))
+        spec.submodules.mamba_layer.submodules.mixer.module = megatrons.MambaMixer
+        lent = {"HAVE_MAMBA_SSM": True, "HAVE_EINOPS": True, "ExtendedRMSNorm": LentNorm}
+        with (
+            mock.patch.multiple(megatrons, **lent),
+            mock.patch.object(mamba_context_parallel, "HAVE_EINOPS", True),
+        ):
+            options = {parts.pattern: "M*", parts.spec: spec}
+            model = parts.model(config, vocab_size=64, max_sequence_length=96, **options)
+        params, _ = params_of(LENGTHS, 1, "auto")
+        tokens = torch.zeros(1, 96, dtype=torch.int64)
+        try:
+            model(tokens, tokens, None, labels=tokens, packed_seq_params=params)
+        except NotImplementedError as error:
+            return str(error)
+        return None
+
+
+def test_megatrons_own_mixer_gets_no_planned_batch():
+    (line,) = run_on_ranks(1, said_of_megatrons_mixer, timeout=110)
+    assert "decoder.layers.0.mixer is MambaMixer of Megatron-Core" in line
 
 
 def refusal(rank, world_size, mask_name, options):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import megatron_cp as mcp
 from megatron_cp.attn import linear_fla
-from tests.attn.fla_on_host import chunk_gated_delta_rule, installed
+from tests.attn.fla_on_host import chunk_gated_delta_rule, chunk_simple_gla, installed
 from tests.ranks import run_on_ranks
 from tests.runtime.cases import local_rows, restore
 from tests.runtime.test_linear_attention import (
@@ -26,19 +26,23 @@ CASES = [
 ]
 
 
-def rounded(lengths):
+def rounded(lengths, gates="gated delta rule"):
     """Rows in bf16, decays in fp32: q, k, v, g, beta, dout."""
-    q, k, v, g, beta, dout = inputs_of(sum(lengths), "gated delta rule")
-    q, k, v, beta, dout = (x.to(torch.bfloat16) for x in (q, k, v, beta, dout))
+    q, k, v, g, beta, dout = inputs_of(sum(lengths), gates)
+    q, k, v, beta, dout = (
+        None if x is None else x.to(torch.bfloat16) for x in (q, k, v, beta, dout)
+    )
     return q, k, v, g, beta, dout
 
 
-def attend_on_ranks(rank, world_size, cases):
+def attend_on_ranks(rank, world_size, cases, gates):
     """This rank's output and gradients of each (plan, lengths)."""
     results = []
     with installed():
         for plan, lengths in cases:
-            *local, dout = (local_rows(x, plan, rank) for x in rounded(lengths))
+            *local, dout = (
+                None if x is None else local_rows(x, plan, rank) for x in rounded(lengths, gates)
+            )
 
             def attend(q, k, v, g, beta, plan=plan, lengths=lengths):
                 return mcp.cp_linear_attention(
@@ -50,13 +54,15 @@ def attend_on_ranks(rank, world_size, cases):
     return results
 
 
+@pytest.mark.parametrize("gates", ["gated delta rule", "decay"])
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
-def test_states_before_and_behind_runs_give_the_recurrence_on_ranks(cp_size):
+def test_states_before_and_behind_runs_give_the_recurrence_on_ranks(cp_size, gates):
     cases = [(plan_of(lengths, cp_size, planner), lengths) for lengths, planner in CASES]
-    per_rank = run_on_ranks(cp_size, attend_on_ranks, cases)
+    per_rank = run_on_ranks(cp_size, attend_on_ranks, cases, gates)
+    names = NAMES if gates == "gated delta rule" else NAMES[:-1]
     for index, (plan, lengths) in enumerate(cases):
-        exact = by_recurrence(lengths, rounded(lengths), torch.float64)
-        for i, name in enumerate(["out", *(f"d{n}" for n in NAMES)]):
+        exact = by_recurrence(lengths, rounded(lengths, gates), torch.float64)
+        for i, name in enumerate(["out", *(f"d{n}" for n in names)]):
             actual = restore([results[index][i] for results in per_rank], plan)
             # Everything but what is returned in 16 bits, and maps that travel in fp32, is float64 here.
             error, size = (actual - exact[i]).abs().max(), exact[i].abs().max()
@@ -64,14 +70,16 @@ def test_states_before_and_behind_runs_give_the_recurrence_on_ranks(cp_size):
             assert error <= 0.012 * size, where
 
 
-def one_gradient(rank, world_size, plan, lengths):
+def one_gradient(rank, world_size, plan, lengths, gates):
     """This rank's gradient of each input where it alone wants one."""
     found = []
     with installed():
-        *local, dout = (local_rows(x, plan, rank) for x in rounded(lengths))
+        *given, dout = rounded(lengths, gates)
+        local = [local_rows(x, plan, rank) for x in given if x is not None]
+        dout = local_rows(dout, plan, rank)
         for wanted in range(len(local)):
             leaves = [x.detach().clone().requires_grad_(i == wanted) for i, x in enumerate(local)]
-            q, k, v, g, beta = leaves
+            q, k, v, g, beta = (*leaves, None)[:5]
             out = mcp.cp_linear_attention(
                 q, k, v, plan, dist.group.WORLD, document_lengths=lengths, g=g, beta=beta,
                 backend="fla",
@@ -81,32 +89,34 @@ def one_gradient(rank, world_size, plan, lengths):
     return found
 
 
+@pytest.mark.parametrize("gates", ["gated delta rule", "decay"])
 @pytest.mark.parametrize("planner", ["contiguous", "zigzag"])
-def test_every_input_may_want_a_gradient_alone(planner):
+def test_every_input_may_want_a_gradient_alone(planner, gates):
     """One rank tells nothing: whether the way back is taken must not hang on what it tells."""
     lengths = (24,)
     plan = plan_of(lengths, 2, planner)
-    per_rank = run_on_ranks(2, one_gradient, plan, lengths)
-    exact = by_recurrence(lengths, rounded(lengths), torch.float64)
-    for i, name in enumerate(NAMES):
+    per_rank = run_on_ranks(2, one_gradient, plan, lengths, gates)
+    exact = by_recurrence(lengths, rounded(lengths, gates), torch.float64)
+    for i, name in enumerate(NAMES if gates == "gated delta rule" else NAMES[:-1]):
         actual = restore([results[i] for results in per_rank], plan)
         assert (actual - exact[1 + i]).abs().max() <= 0.012 * exact[1 + i].abs().max(), name
 
 
-def test_the_operator_is_taken_where_it_is_right(caplog):
+@pytest.mark.parametrize("rule", [chunk_gated_delta_rule, chunk_simple_gla])
+def test_an_operator_is_taken_where_it_is_right(rule):
     k, v = torch.zeros(5, 2, 8, dtype=torch.bfloat16), torch.zeros(5, 2, 5, dtype=torch.bfloat16)
-    g, beta = torch.zeros(5, 2), torch.zeros(5, 2)
+    g, beta = torch.zeros(5, 2), torch.zeros(5, 2) if rule is chunk_gated_delta_rule else None
     with installed():
         assert linear_fla.why_not(k, v, g, beta) is None
 
     def careless(*args, **kwargs):
         """The state before a run is forgotten."""
         kwargs["initial_state"] = kwargs["initial_state"] * 0
-        return chunk_gated_delta_rule(*args, **kwargs)
+        return rule(*args, **kwargs)
 
     def unwritten(*args, **kwargs):
         """Outputs are right, the states behind the runs are not numbers."""
-        out, states = chunk_gated_delta_rule(*args, **kwargs)
+        out, states = rule(*args, **kwargs)
         return out, states * torch.nan
 
     for wrong in (careless, unwritten):
@@ -142,7 +152,6 @@ def test_an_operator_that_does_not_run_is_not_taken():
     [
         ({"dtype": torch.float32}, "takes 16 bits|take 16 bits"),
         ({"g": None}, "one decay for each head"),
-        ({"beta": None}, "one decay for each head"),
         ({"width": 300}, "the key dim is 300"),
         ({"installed": False}, "need a GPU"),
     ],

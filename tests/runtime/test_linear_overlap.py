@@ -89,7 +89,7 @@ def told_by_kernels(rank, world_size, plan):
 
     with installed(), noting(told):
         linear_fla.why_not(k, v, g, beta)  # its trial is not of this call
-        with mock.patch.object(linear_fla, "chunk_rule", lambda: rule):
+        with mock.patch.object(linear_fla, "chunk_rule", lambda is_delta: rule):
             outputs_and_gradients(attend, (q, k, v, g, beta), dout.bfloat16())
     return told
 

@@ -1,11 +1,12 @@
 """Linear attention on a GPU: plain torch and flash-linear-attention, right and how fast.
 
-One context rank, gated delta rule with a decay for each head, bf16, forward and backward. Each check raises
-AssertionError, or returns what it found.
+One context rank, a decay for each head, with the gated delta rule and without (Mamba-2), bf16, forward and backward.
+Each check raises AssertionError, or returns what it found.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from megatron_cp.attn import linear_fla
 SMALL = (70, 1, 130, 55)
 LONG = (16384,)
 HEADS, DIM = 16, 128
+DELTA = "linear attention"
 DEVICE = "cuda"
 MAX_ERROR = {
     "torch": 1e-2,
@@ -29,23 +31,24 @@ SECONDS = 300.0  # of a check: flash-linear-attention tries many settings of eac
 def checks() -> dict[str, Callable[[], str]]:
     """Returns the checks by what they are called in the report."""
     return {
-        f"linear attention, {backend}, {what}": functools.partial(check, backend)
+        f"{rule}, {backend}, {what}": functools.partial(check, backend, rule == DELTA)
+        for rule in (DELTA, "linear attention with decays")
         for backend in MAX_ERROR
         for what, check in (("values", check_values), ("time and memory", time_and_memory))
     }
 
 
-def check_values(backend: str) -> str:
+def check_values(backend: str, is_delta: bool) -> str:
     """Compares output and gradients with the recurrence in float64."""
-    if (reason := _why_not(backend)) is not None:
+    if (reason := _why_not(backend, is_delta)) is not None:
         return reason
-    tensors, dout = _drawn(SMALL, heads=2)
+    tensors, dout = _drawn(SMALL, 2, is_delta)
     found = _results(backend, SMALL, tensors, dout)
     leaves = [x.double().requires_grad_() for x in tensors]
-    q, k, v, g, beta = leaves
+    q, k, v, g, beta = _with_beta(leaves)
     bounds = torch.tensor([0, *SMALL]).cumsum(0)
     nothing = q.new_zeros(len(SMALL), 2, DIM, DIM)
-    out, _ = linear_fla.delta_rule_of_runs(q, k, v, g, beta, bounds, nothing, DIM**-0.5)
+    out, _ = linear_fla.recurrence_of_runs(q, k, v, g, beta, bounds, nothing, DIM**-0.5)
     wanted = (out, *torch.autograd.grad(out, leaves, dout.double()))
     errors = [
         ((a.double() - b).abs().max() / b.abs().max()).item()
@@ -56,11 +59,11 @@ def check_values(backend: str) -> str:
     return "relative errors " + ", ".join(f"{x:.1e}" for x in errors)
 
 
-def time_and_memory(backend: str) -> str:
+def time_and_memory(backend: str, is_delta: bool) -> str:
     """Returns milliseconds of both passes together, the least of some, and the most memory they held."""
-    if (reason := _why_not(backend)) is not None:
+    if (reason := _why_not(backend, is_delta)) is not None:
         return reason
-    tensors, dout = _drawn(LONG, heads=HEADS)
+    tensors, dout = _drawn(LONG, HEADS, is_delta)
     best = float("inf")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -75,17 +78,23 @@ def time_and_memory(backend: str) -> str:
     return f"{LONG[0]} tokens, {HEADS} heads of {DIM}: {best:.1f} ms, {held:.1f} GB"
 
 
-def _why_not(backend: str) -> str | None:
+def _why_not(backend: str, is_delta: bool) -> str | None:
     if backend == "torch":
         return None
-    (_, k, v, g, beta), _ = _drawn((1,), heads=1)
+    tensors, _ = _drawn((1,), 1, is_delta)
+    _, k, v, g, beta = _with_beta(tensors)
     reason = linear_fla.why_not(k, v, g, beta)
     assert reason is None or "not installed" in reason, reason
     return reason
 
 
-def _drawn(lengths: tuple[int, ...], heads: int) -> tuple[list[Tensor], Tensor]:
-    """Returns q, k, v, g, beta and the gradient of the output."""
+def _with_beta(tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Returns q, k, v, g and beta, None where there is none."""
+    return (*tensors, None)[:5]
+
+
+def _drawn(lengths: tuple[int, ...], heads: int, is_delta: bool) -> tuple[list[Tensor], Tensor]:
+    """Returns q, k, v, g and, under the delta rule, beta; and the gradient of the output."""
     generator, tokens = torch.Generator(DEVICE).manual_seed(0), sum(lengths)
 
     def randn(*shape: int) -> Tensor:
@@ -94,7 +103,7 @@ def _drawn(lengths: tuple[int, ...], heads: int) -> tuple[list[Tensor], Tensor]:
     q, v, dout = (randn(DIM).to(torch.bfloat16) for _ in range(3))
     k = torch.nn.functional.normalize(randn(DIM), dim=-1).to(torch.bfloat16)
     g, beta = -randn().abs() / 8, randn().sigmoid().to(torch.bfloat16)
-    return [q, k, v, g, beta], dout
+    return [q, k, v, g, *([beta] if is_delta else [])], dout
 
 
 def _results(
@@ -102,7 +111,8 @@ def _results(
 ) -> tuple[Tensor, ...]:
     """Returns output and gradients of one call."""
     plan = mcp.make_plan(masks.documents(list(lengths)), 1)
-    q, k, v, g, beta = leaves = [x.detach().requires_grad_() for x in tensors]
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    q, k, v, g, beta = _with_beta(leaves)
     out = mcp.cp_linear_attention(
         q, k, v, plan, None, document_lengths=lengths, g=g, beta=beta, backend=backend
     )  # type: ignore[arg-type]
