@@ -6,6 +6,9 @@
     S = exp(g) S + B (dt x)^T; y = S^T C + D x          cp_linear_attention: q is C, k is B, v is dt x
     norm by groups of y SiLU(z) -> out_proj
 
+All between the projections is computed once more in the backward pass, and states travel once more, unless
+`config.use_mamba_mem_eff_path` is off: so does Megatron's.
+
 Tokens stay where the plan of the softmax layers has put them. Every document of the mask begins from an empty state;
 its tokens must see all before them. Megatron's own mixer exchanges heads over the context ranks, which must divide
 heads and groups, and needs the kernels of mamba_ssm.
@@ -30,12 +33,18 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
+from torch.utils.checkpoint import checkpoint
 
 from megatron_cp.api import cp_causal_conv1d, cp_linear_attention
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.micro_batch import PlanFinder, prepare_layer
 from megatron_cp.mcore.mixers import MAMBA_TAPS, mamba_sizes
-from megatron_cp.mcore.recurrence import Recurrence, refuse_inference, split_over_tensor_ranks
+from megatron_cp.mcore.recurrence import (
+    Recurrence,
+    Stream,
+    refuse_inference,
+    split_over_tensor_ranks,
+)
 
 _IN_PROJ = ("z", "x", "B", "C", "dt")
 _CHANNELS = ("x", "B", "C")
@@ -155,6 +164,18 @@ class ContextMambaMixer(Recurrence, MegatronModule):
         refuse_inference(inference_context, inference_params)
         projected, _ = self.in_proj(hidden_states)
         stream = self._stream(projected, None, packed_seq_params)
+        if self.config.use_mamba_mem_eff_path:
+            # Of all that follows `projected` alone is kept. Nothing in it is random.
+            gated = checkpoint(self._mixed, stream, use_reentrant=False, preserve_rng_state=False)
+        else:
+            gated = self._mixed(stream)
+        return self.out_proj(stream.rows.unfold(gated))
+
+    def _mixed(self, stream: Stream) -> torch.Tensor:
+        """Returns what goes into the output projection, in the rows and heads of the stream.
+
+        Collective over its group.
+        """
         batch = stream.folded.shape[1]  # samples that share the plan are more heads
         z, channels, dt = stream.folded.split(
             [self._inner, sum(self._channel_sections), self._heads], dim=-1
@@ -182,8 +203,7 @@ class ContextMambaMixer(Recurrence, MegatronModule):
             scale=1.0,
         )
         y_TnP = y_TnP.float() + self.D.float().repeat(batch)[:, None] * x_TnP
-        gated = self.norm(y_TnP.reshape(z.shape), z).to(projected.dtype)
-        return self.out_proj(stream.rows.unfold(gated))
+        return self.norm(y_TnP.reshape(z.shape), z).to(z.dtype)
 
     def _of_heads(self, shared: torch.Tensor) -> torch.Tensor:
         """Returns `[T, b * n, N]` of `[T, b, G * N]`: the heads of a group share its rows."""

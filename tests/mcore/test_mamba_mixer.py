@@ -143,6 +143,32 @@ def test_a_mixer_in_16_bits_is_near_its_definition():
         assert (ranks[0][4][name].double() - wanted).abs().max() < 0.03 * wanted.abs().max(), name
 
 
+def run_kept(rank, world_size, case: Case, planner: str):
+    """What `run_layer` returns, and the numbers that the forward pass keeps beside weights."""
+    kept = []
+
+    def keep(x):
+        kept.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        answer = run_layer(rank, world_size, build_mixer, case, planner)
+    return answer, sum(kept)
+
+
+def test_what_is_computed_twice_is_not_kept_and_the_same():
+    once, twice = (
+        run_on_ranks(2, run_kept, Case(cp=2).with_options(use_mamba_mem_eff_path=on), "zigzag")
+        for on in (False, True)
+    )
+    for (one, all_kept), (two, few_kept) in zip(once, twice, strict=True):
+        for a, b in zip(one[1:3], two[1:3], strict=True):
+            assert torch.equal(a, b)
+        for name, gradient in one[4].items():
+            assert torch.equal(gradient, two[4][name]), name
+        assert few_kept < all_kept / 5
+
+
 def test_weights_start_the_same_on_any_tensor_parallel_ranks():
     (alone,) = run_on_ranks(1, run_layer, build_mixer, Case(), "auto", timeout=110)
     pair = run_on_ranks(2, run_layer, build_mixer, Case(tp=2), "auto", timeout=110)

@@ -76,6 +76,7 @@ TABLE = """
 --mamba-head-dim int 64 | its head size
 --mamba-num-groups int 8 | groups of heads that share keys and queries
 --mamba-num-heads int - | its heads; default 2 x hidden / head size
+--disable-mamba-mem-eff-path off:use_mamba_mem_eff_path - | keep what mixers compute, instead of computing it twice
 --fp32-residual-connection on - | keep the residual stream in fp32
 --untie-embeddings-and-output-weights on - | a separate output matrix
 --attention-dropout float 0.1 | probability that a query does not see a key

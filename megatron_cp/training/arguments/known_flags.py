@@ -104,7 +104,6 @@ NOTED: dict[str, tuple[int, str]] = {
     "--ddp-average-in-collective": (0, "gradients are scaled, then summed: the same mean"),
     "--no-gradient-reduce-div-fusion": (0, "gradients are scaled, then summed: the same mean"),
     # when things are computed
-    "--disable-mamba-mem-eff-path": (0, "the kernels of mamba_ssm are not used here"),
     "--use-fused-weighted-squared-relu": (
         0,
         "squared ReLU and the weights of experts are computed one after the other: the same results",

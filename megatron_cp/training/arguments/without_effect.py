@@ -42,7 +42,7 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
         "--experimental-attention-variant",
     ),
     (
-        "--mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads",
+        "--mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads --disable-mamba-mem-eff-path",
         lambda a: a.hybrid_layer_pattern,
         "--hybrid-layer-pattern",
     ),
