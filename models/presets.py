@@ -1,7 +1,7 @@
 """Known models as data: Megatron-LM's arguments of each, with the source of the numbers.
 
 A preset becomes flags (`flags_of(PRESETS["tiny"])` of `megatron_cp.training.arguments`, for a
-script) or a model (`models.gpt.build_gpt`); it knows nothing of ranks, batches or data.
+script) or a model (`models.build.build_model`); it knows nothing of ranks, batches or data.
 """
 
 from __future__ import annotations
@@ -51,6 +51,33 @@ TINY_MOE: Preset = {
     "moe_ffn_hidden_size": 256,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 1e-2,
+}
+
+_HYBRID: Preset = {
+    **_NO_DROPOUT,
+    "position_embedding_type": "none",
+    "normalization": "RMSNorm",
+    "squared_relu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "is_hybrid_model": True,
+}
+
+# Mamba-2, attention and MLPs of a few million parameters. Ours.
+TINY_HYBRID: Preset = {
+    **_HYBRID,
+    **_grouped(6, 2, 32),
+    "hybrid_layer_pattern": "M-M*-M-",
+    "num_layers": 7,
+    "hidden_size": 192,
+    "ffn_hidden_size": 512,
+    "mamba_num_heads": 12,
+    "mamba_head_dim": 32,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 32,
+    "vocab_size": 4096,
+    "max_position_embeddings": 8192,
+    "untie_embeddings_and_output_weights": False,
 }
 
 # The smallest GPT-3. Source: Brown et al. 2020, table 2.1 (12 layers, width 768, 12 heads of 64,
@@ -201,9 +228,53 @@ DEEPSEEK_V3: Preset = {
     "mtp_loss_scaling_factor": 0.1,
 }
 
+# Source: NVIDIA 2025 (arXiv 2504.03624), table 1; config.json of nvidia/Nemotron-H-8B-Base-8K.
+NEMOTRON_H_8B: Preset = {
+    **_HYBRID,
+    **_grouped(32, 8, 128),
+    "hybrid_layer_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "num_layers": 52,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 21504,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_state_dim": 128,
+    "vocab_size": 131072,
+    "max_position_embeddings": 8192,
+}
+
+# Source: NVIDIA 2025 (arXiv 2512.20848); config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16, and Megatron-LM's
+# script for it (examples/post_training/modelopt).
+NEMOTRON_3_NANO: Preset = {
+    **_HYBRID,
+    **_grouped(32, 2, 128),
+    "hybrid_layer_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_layers": 52,
+    "hidden_size": 2688,
+    "ffn_hidden_size": 1856,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_state_dim": 128,
+    "vocab_size": 131072,
+    "max_position_embeddings": 262144,
+    "num_experts": 128,
+    "moe_ffn_hidden_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "moe_router_topk": 6,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-4,
+    "moe_router_dtype": "fp32",
+}
+
 PRESETS: dict[str, Preset] = {
     "tiny": TINY,
     "tiny-moe": TINY_MOE,
+    "tiny-hybrid": TINY_HYBRID,
     "gpt-125m": GPT_125M,
     "llama3-8b": LLAMA3_8B,
     "qwen3-8b": QWEN3_8B,
@@ -211,4 +282,6 @@ PRESETS: dict[str, Preset] = {
     "mixtral-8x7b": MIXTRAL_8X7B,
     "gpt-oss-20b": GPT_OSS_20B,
     "deepseek-v3": DEEPSEEK_V3,
+    "nemotron-h-8b": NEMOTRON_H_8B,
+    "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO,
 }

@@ -11,7 +11,8 @@ def count(rank: int) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
 
-    from megatron_cp.models.gpt import build_gpt, transformer_config
+    from megatron_cp.models.build import build_model
+    from megatron_cp.models.gpt import transformer_config
     from megatron_cp.models.presets import PRESETS
 
     with tempfile.TemporaryDirectory() as folder:
@@ -22,7 +23,7 @@ def count(rank: int) -> None:
         for name, preset in PRESETS.items():
             config = transformer_config(preset, perform_initialization=False)
             with torch.device("meta"):
-                model = build_gpt(config, preset, vocab_size=preset["vocab_size"])
+                model = build_model(config, preset, vocab_size=preset["vocab_size"])
             counts[name] = sum(parameter.numel() for parameter in model.parameters())
         dist.destroy_process_group()
     sys.stdout.write(json.dumps(counts) + "\n")

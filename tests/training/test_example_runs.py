@@ -50,6 +50,17 @@ def test_experts_train_on_context_and_expert_parallel_ranks(tmp_path: Path):
     assert set(metrics(tmp_path / "run", "load_balancing_loss")) == {1, 2, 3, 4}
 
 
+def test_a_hybrid_trains_on_two_context_ranks_as_on_one(tmp_path: Path):
+    losses = []
+    for ranks in ("2", "1"):
+        folder = tmp_path / ranks
+        said = run("pretrain_hybrid.sh", tmp_path, STEPS="3", CP=ranks, RUN_DIR=str(folder))
+        check_picture_and_next(said, folder)
+        losses.append(metrics(folder))
+    assert losses[0] == pytest.approx(losses[1], rel=3e-6)
+    assert losses[0][3] < losses[0][1]
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A tiny Llama as Hugging Face saves it, with its tokenizer."""

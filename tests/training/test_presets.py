@@ -17,6 +17,8 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "mixtral-8x7b": 46_702_792_704,
     "gpt-oss-20b": 20_914_757_184,
+    "nemotron-h-8b": 8_100_852_736,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344,  # without the biases of its routers, which are no parameters
 }
 
 
