@@ -85,8 +85,10 @@ class TorchNorm:
     `pre_mlp_layernorm`, query and key norm, and final norm of a block.
     """
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
-        """Returns a LayerNorm or RMSNorm over the last dimension.
+    def __new__(cls, config: Any, hidden_size: int, eps: float | None = None, **unused: Any) -> Any:
+        """Returns a LayerNorm or RMSNorm over the last dimension; without `eps` with the configuration's.
+
+        A Mamba layer of Megatron-Core 0.16 to 0.18 names none.
 
         Raises:
             NotImplementedError: for a normalisation or an option that torch's norms do not have.
@@ -107,7 +109,7 @@ class TorchNorm:
                     f"{option}=True names a kernel of apex, and torch's {config.normalization} is "
                     f"used here; it must be False; give {flag} (same results)"
                 )
-        norm = kind(hidden_size, eps=eps)
+        norm = kind(hidden_size, eps=config.layernorm_epsilon if eps is None else eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
@@ -119,8 +121,9 @@ class LocalNorm:
     It stands wherever Megatron's local specs name one of `MEGATRONS_OWN`.
     """
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
+    def __new__(cls, config: Any, hidden_size: int, eps: float | None = None, **unused: Any) -> Any:
         """Returns the norm over the last dimension; the apex branch never ran on a GPU."""
+        eps = config.layernorm_epsilon if eps is None else eps
         if config.normalization == "LayerNorm" and compat.has_apex_norm():
             return FusedLayerNorm(config=config, hidden_size=hidden_size, eps=eps)
         return TorchNorm(config, hidden_size, eps)

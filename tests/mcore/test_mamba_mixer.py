@@ -197,6 +197,27 @@ def test_steps_and_decays_start_in_megatrons_ranges():
     assert 0.4 < abs(weights["conv1d.bias"]).max() <= 0.5
 
 
+def normed_by_each_layer(rank, world_size, eps: float):
+    """Rows that are small beside `eps`, and what the norm of each layer, and the last one, makes of them."""
+    with parallel_state(Case()):
+        from megatron_cp.models.hybrid import build_hybrid
+
+        config = config_of(Case(), layernorm_epsilon=eps, num_layers=3)
+        arguments = {"hybrid_layer_pattern": "M*-", "max_position_embeddings": 16}
+        decoder = build_hybrid(config, arguments, vocab_size=32).decoder
+        mixer, attention, mlp = decoder.layers
+        rows = 0.1 * torch.randn(5, HIDDEN)
+        norms = (mixer.norm, attention.input_layernorm, mlp.pre_mlp_layernorm, decoder.final_norm)
+        return rows, [norm(rows).detach() for norm in norms]
+
+
+def test_the_norm_of_every_kind_of_layer_has_the_models_epsilon():
+    ((rows, found),) = run_on_ranks(1, normed_by_each_layer, 1e-2, timeout=110)
+    expected = rows / (rows.square().mean(-1, keepdim=True) + 1e-2).sqrt()
+    for normed in found:
+        torch.testing.assert_close(normed, expected)
+
+
 def run_in_batch(rank, world_size, sequences: list[int]):
     """Output rows of these of two sequences side by side, as Megatron cuts them."""
     with parallel_state(Case(cp=world_size)):

@@ -262,7 +262,7 @@ def _norms(rank, world_size):
 
     def config(**changes):
         fields = {"normalization": "LayerNorm", "sequence_parallel": True, **changes}
-        return SimpleNamespace(**fields)
+        return SimpleNamespace(**fields, layernorm_epsilon=1e-5)
 
     layer, rms = TorchNorm(config(), 8), TorchNorm(config(normalization="RMSNorm"), 8, 1e-3)
     x = torch.randn(3, 8)
@@ -301,7 +301,7 @@ def _norms_of_wide_rows(rank, world_size):
             config = SimpleNamespace(
                 normalization=kind, sequence_parallel=False, layernorm_zero_centered_gamma=centred
             )
-            norm = TorchNorm(config, 8)
+            norm = TorchNorm(config, 8, 1e-5)
             expected = norm(x).to(torch.bfloat16)
             same.append(torch.equal(norm.to(torch.bfloat16)(x), expected))
     return same
