@@ -1,5 +1,6 @@
 """A checkpoint without our manifest, as Megatron-LM saves it, is compared with the arguments that it holds."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,62 @@ def test_heads_are_compared_as_megatron_lm_says_them(tmp_path, saved, refused):
         return
     with pytest.raises(ValueError, match=refused):
         another_model(tmp_path, OF_LLAMA | saved, OF_LLAMA)
+
+
+OF_HYBRID = {
+    **OF_LLAMA,
+    "hybrid_layer_pattern": "M*",
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 16,
+}
+OF_DELTA_NET = {
+    **OF_LLAMA,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "saved", "refused"),
+    [
+        (OF_HYBRID, {}, None),
+        (
+            OF_HYBRID,
+            {"mamba_num_groups": 4, "mamba_state_dim": 8},
+            "--mamba-num-groups 4, this run has 2",
+        ),
+        (OF_HYBRID, {"mamba_state_dim": 8}, "--mamba-state-dim 8, this run has 16"),
+        (OF_HYBRID | {"hybrid_layer_pattern": "*-"}, {"mamba_num_groups": 8}, None),
+        (OF_LLAMA, {"mamba_num_groups": 8, "linear_num_key_heads": 16}, None),
+        (OF_DELTA_NET, {}, None),
+        (
+            OF_DELTA_NET,
+            {"linear_num_key_heads": 4, "linear_key_head_dim": 8},
+            "--linear-num-key-heads 4, this run has 2",
+        ),
+    ],
+)
+def test_states_of_another_cut_have_the_same_tensors_and_are_refused(tmp_path, run, saved, refused):
+    if refused is None:
+        another_model(tmp_path, run | saved, run)
+        return
+    with pytest.raises(ValueError, match=refused):
+        another_model(tmp_path, run | saved, run)
+
+
+HYBRID_RUN = [*SMALL_RUN, *shlex.split("--hybrid-layer-pattern M* --mamba-head-dim 16")]
+
+
+def test_groups_of_a_hybrid_model_without_our_manifest_are_compared(tmp_path):
+    cuts = [["--mamba-num-groups", f"{n}", "--mamba-state-dim", f"{32 // n}"] for n in (2, 4)]
+    saves = ["--save", str(tmp_path), "--save-interval", "1", "--exit-interval", "1"]
+    train(1, *HYBRID_RUN, *cuts[0], *saves)
+    (manifest,) = tmp_path.rglob(MANIFEST)
+    manifest.unlink()
+    line = stopped(1, *HYBRID_RUN, *cuts[1], "--load", str(tmp_path))
+    assert "was saved with --mamba-num-groups 2, this run has 4; give the checkpoint's" in line
 
 
 def test_what_is_off_or_not_there_says_nothing():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.mcore.layer_patterns import PATTERNS, layer_pattern
+from megatron_cp.mcore.mixers import DELTA, MAMBA, layer_mixers_of
 
 # Argument -> its flag, where that is not the name with dashes.
 _ARGUMENTS = {
@@ -83,6 +84,17 @@ _OF_HEADS = {
     "num_query_groups": "--num-query-groups",
     "kv_channels": "--kv-channels",
 }
+# The same of recurrent layers; their other sizes show in the shapes of tensors.
+_OF_STATES = {
+    MAMBA: {
+        "mamba_num_groups": "--mamba-num-groups",
+        "mamba_state_dim": "--mamba-state-dim",
+    },
+    DELTA: {
+        "linear_num_key_heads": "--linear-num-key-heads",
+        "linear_key_head_dim": "--linear-key-head-dim",
+    },
+}
 
 
 def another_model(folder: Path, saved: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
@@ -97,7 +109,10 @@ def another_model(folder: Path, saved: Mapping[str, Any], arguments: Mapping[str
                 "it is not served here: give another --load, or train on with Megatron-LM"
             )
     was, now = _with_groups(saved), _with_groups(arguments)
-    for name, flag in _OF_HEADS.items():
+    mixers, compared = layer_mixers_of(arguments), dict(_OF_HEADS)
+    for mixer, sizes in _OF_STATES.items():
+        compared |= sizes if mixer in mixers else {}
+    for name, flag in compared.items():
         if None not in (was.get(name), now.get(name)) and was[name] != now[name]:
             raise ValueError(
                 f"{folder} was saved with {flag} {was[name]}, this run has {now[name]}; give the checkpoint's value, "
