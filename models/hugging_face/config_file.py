@@ -262,9 +262,6 @@ def disagreements(said: Arguments, saved: Arguments) -> list[str]:
         free |= {"kv_channels", "num_query_groups"}  # Megatron does not read them then
     if expected["add_bias_linear"]:
         free |= {"add_qkv_bias"}  # this neither
-    pattern = saved.get("hybrid_layer_pattern") or saved.get("hybrid_override_pattern")
-    if pattern is not None:  # bars say where stages begin
-        saved = saved | {"hybrid_layer_pattern": pattern.replace("|", "")}
     if saved.get("group_query_attention") is False:  # so the number of groups says nothing
         saved = saved | {"num_query_groups": saved.get("num_attention_heads")}
     if saved.get("moe_router_load_balancing_type") in ("sinkhorn", ["sinkhorn"]):

@@ -15,7 +15,7 @@ import io
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_cp.mcore.checkpoint_objects import COMMON_FILE, read_common, short_files
+from megatron_cp.mcore.mixers import mamba_sizes
 from megatron_cp.mcore.safe_load import read_index
 from megatron_cp.models.hugging_face.refusal import refuse
 from megatron_cp.models.hugging_face.rows import Piece
@@ -213,6 +214,19 @@ def checkpoint_folder(root: Path, iteration: int | None = None) -> Path:
     return folder
 
 
+def under_our_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a checkpoint as a run of ours names and completes them."""
+    named = dict(saved)
+    if "norm_epsilon" in named:  # Megatron-LM's name
+        named.setdefault("layernorm_epsilon", named["norm_epsilon"])
+    pattern = named.get("hybrid_layer_pattern") or named.get("hybrid_override_pattern")
+    if pattern:  # the second is Megatron-LM's older name, and bars say where stages begin
+        named["hybrid_layer_pattern"] = pattern.replace("|", "")
+        if named.get("mamba_head_dim"):  # heads need not be named
+            named["mamba_num_heads"] = mamba_sizes(Namespace(**named)).num_heads
+    return named
+
+
 class TorchDistReader:
     """The tensors of a checkpoint, one piece at a time."""
 
@@ -254,10 +268,7 @@ class TorchDistReader:
                 f"the arguments of {self.folder} cannot be read ({line}); they must be as Megatron "
                 "saves them; give another --ckpt-step"
             ) from None
-        saved = dict(vars(common["args"])) if "args" in common else {}
-        if "norm_epsilon" in saved:  # Megatron-LM's name
-            saved.setdefault("layernorm_epsilon", saved["norm_epsilon"])
-        return saved
+        return under_our_names(vars(common["args"])) if "args" in common else {}
 
     def read(self, key: str, piece: Piece) -> torch.Tensor:
         """Returns the piece's tensor as it is stored, with every row of the vocabulary."""

@@ -168,6 +168,30 @@ def test_config_is_recomputed_where_none_was_carried(tmp_path: Path, name: str):
     assert all(torch.equal(tensor, back[key]) for key, tensor in tensors_of(source).items())
 
 
+@pytest.mark.parametrize("name_of_pattern", ["hybrid_layer_pattern", "hybrid_override_pattern"])
+def test_config_is_recomputed_of_a_pattern_as_megatron_lm_keeps_it(
+    tmp_path: Path, name_of_pattern: str
+):
+    """Under either of its names, with bars between stages, and with heads that fill twice the hidden size."""
+    source, root = tmp_path / "source", tmp_path / "megatron"
+    model = make_tiny("nemotron_h", mamba_num_heads=16)
+    assert 16 * model.config.mamba_head_dim == 2 * model.config.hidden_size
+    model.save_pretrained(source)
+    to_megatron(source, root)
+    common = root / "iter_0000001" / "common.pt"
+    entries = torch.load(common, weights_only=False)
+    pattern = vars(entries["args"]).pop("hybrid_layer_pattern")
+    vars(entries["args"]).update({name_of_pattern: f"{pattern[:3]}|{pattern[3:]}"})
+    entries["args"].mamba_num_heads = None
+    torch.save(entries, common)
+    (root / "hugging_face" / "config.json").unlink()
+    to_hugging_face(root, tmp_path / "back", family="nemotron_h")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert back["hybrid_override_pattern"] == pattern
+    assert back["mamba_num_heads"] == 16
+    assert torch.equal(logits_of_folder(tmp_path / "back"), logits_of(model))
+
+
 def test_a_family_that_the_carried_config_contradicts_is_refused(tmp_path: Path):
     root = tmp_path / "megatron"
     to_megatron(save_tiny("llama3", tmp_path / "source"), root)
