@@ -85,7 +85,9 @@ class MambaSizes(NamedTuple):
 
 def mamba_sizes(settings: Any) -> MambaSizes:
     """Returns the sizes of the model's Mamba-2 mixers; heads fill twice the hidden size where none are named."""
-    heads = settings.mamba_num_heads or 2 * settings.hidden_size // settings.mamba_head_dim
+    heads = settings.mamba_num_heads
+    if heads is None:
+        heads = 2 * settings.hidden_size // settings.mamba_head_dim
     return MambaSizes(
         heads, settings.mamba_head_dim, settings.mamba_num_groups, settings.mamba_state_dim
     )
@@ -152,6 +154,12 @@ def _check_hybrid(settings: Any, variant: str | None, tp: int) -> None:
         )
     if MAMBA not in layer_mixers(settings):
         return
+    for name in ("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"):
+        value = getattr(settings, name)
+        if value is not None and value <= 0:
+            raise ValueError(
+                f"{name}={value} must be positive; leave it out for Megatron's default"
+            )
     sizes = mamba_sizes(settings)
     if settings.mamba_num_heads is None and 2 * settings.hidden_size % sizes.head_dim:
         raise ValueError(

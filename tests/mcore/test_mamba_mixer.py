@@ -376,6 +376,8 @@ def refusal(rank, world_size, mask_name, options):
         ("window", {}, "does not see all before it"),
         ("causal", {"mamba_num_groups": 3}, "a multiple of mamba_num_groups=3"),
         ("causal", {"mamba_num_heads": None, "mamba_head_dim": 48}, "must divide twice"),
+        ("causal", {"mamba_num_heads": 0}, "mamba_num_heads=0 must be positive"),
+        ("causal", {"mamba_state_dim": 0}, "mamba_state_dim=0 must be positive"),
         ("causal", {"mamba_num_heads": None}, None),
     ],
 )

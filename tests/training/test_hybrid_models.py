@@ -101,6 +101,8 @@ def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: st
         ("--num-experts 4 --moe-latent-size 8 --moe-shared-expert-overlap "
          "--moe-shared-expert-intermediate-size 8",
          "--moe-shared-expert-overlap with --moe-latent-size"),
+        ("--hybrid-layer-pattern M* --mamba-num-heads 0", "--mamba-num-heads 0 must be positive"),
+        ("--hybrid-layer-pattern M* --mamba-num-heads -8", "--mamba-num-heads -8 must be positive"),
         ("--hybrid-layer-pattern M* --optimizer muon", "--optimizer muon with --hybrid-layer"),
         ("--hybrid-layer-pattern M* --use-rope-scaling --position-embedding-type rope",
          "--use-rope-scaling with --hybrid-layer-pattern"),

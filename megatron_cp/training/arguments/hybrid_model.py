@@ -70,6 +70,8 @@ def complete_hybrid_model(args: Namespace) -> Iterator[str]:
     if len(stages) > 1:
         yield from _complete_stages(args, flag, [len(stage) for stage in stages])
     yield from require(args, *_SIZES)
+    if args.mamba_num_heads is not None:
+        yield from require(args, "mamba_num_heads")
 
 
 def _complete_stages(args: Namespace, flag: str, lengths: list[int]) -> Iterator[str]:
