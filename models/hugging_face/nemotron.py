@@ -97,14 +97,28 @@ _EXPERTS = (
 )
 
 
+def _layers_of_letters(letters: object) -> str:
+    said = f"hybrid_override_pattern={letters!r} in config.json"
+    if not isinstance(letters, str):
+        raise ValueError(f"{said} must be letters; correct it")
+    try:
+        return hybrid_layers(letters)
+    except ValueError as problem:
+        raise ValueError(f"{said} is not served: {problem}; convert another model") from None
+
+
 def _pattern_from_config(config: Config) -> Arguments:
     """Returns the pattern, said by letters or by words; where by both, they must agree."""
-    said = []
-    if config.get("hybrid_override_pattern") is not None:
-        said.append(hybrid_layers(config["hybrid_override_pattern"]))
+    said, letters = [], config.get("hybrid_override_pattern")
+    if letters is not None:
+        said.append(_layers_of_letters(letters))
     words = config.get("layers_block_type")
     if words is not None or not said:
         words = config["layers_block_type"]
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ValueError(
+                f"layers_block_type={words!r} in config.json must be a list of words; correct it"
+            )
         unknown = sorted(set(words) - set(_LETTERS))
         if unknown:
             raise NotImplementedError(

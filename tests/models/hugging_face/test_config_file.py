@@ -200,7 +200,31 @@ def test_what_transformers_takes_for_granted_is_said():
         ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("Nemotron-H-8B", {"layers_block_type": ["mamba"] * 52}, "say other layers; correct one"),
         ("Nemotron-H-8B", {"num_hidden_layers": 51}, "num_hidden_layers=51"),
-        ("Nemotron-H-8B", {"hybrid_override_pattern": "M-G"}, "'G' is a gated delta net"),
+        (
+            "Nemotron-H-8B",
+            {"hybrid_override_pattern": "M-G"},
+            "hybrid_override_pattern='M-G' in config.json is not served: 'G' is a gated delta net",
+        ),
+        (
+            "Nemotron-H-8B",
+            {"hybrid_override_pattern": ""},
+            "='' in config.json is not served: it has no",
+        ),
+        (
+            "Nemotron-H-8B",
+            {"hybrid_override_pattern": ["M"]},
+            "=['M'] in config.json must be letters",
+        ),
+        (
+            "Nemotron-H-8B",
+            {"layers_block_type": "mamba"},
+            "='mamba' in config.json must be a list of",
+        ),
+        (
+            "Nemotron-H-8B",
+            {"layers_block_type": [["mlp"]]},
+            "=[['mlp']] in config.json must be a list",
+        ),
         ("Nemotron-H-8B", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
         ("Nemotron-H-8B", {"time_step_limit": [0.001, 0.1]}, "time_step_limit="),
         ("Nemotron-H-8B", {"conv_kernel": 3}, "conv_kernel=3"),
