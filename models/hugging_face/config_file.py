@@ -153,9 +153,17 @@ def _not_served(family: Family, config: Config, ignored_keys: Collection[str]) -
         )
 
 
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads")
+_SIZES_OF_STATES = (
+    *("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
+    *("linear_num_key_heads", "linear_key_head_dim"),
+    *("linear_num_value_heads", "linear_value_head_dim"),
+)
+
+
 def _check_counts(arguments: Arguments) -> None:
     """Refuses sizes that are not positive whole numbers."""
-    names = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "num_attention_heads")
+    names = (*_SIZES, *(name for name in _SIZES_OF_STATES if name in arguments))
     bad = [
         f"{name}={arguments[name]!r}"
         for name in names

@@ -239,6 +239,26 @@ def test_what_a_family_does_not_serve_is_named(name: str, change: dict, said: st
     assert said in caught.value.reasons[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "argument"),
+    [
+        ("Nemotron-H-8B", "mamba_num_heads", "mamba_num_heads"),
+        ("Nemotron-H-8B", "n_groups", "mamba_num_groups"),
+        ("Nemotron-H-8B", "ssm_state_size", "mamba_state_dim"),
+        ("Qwen3-Next-80B-A3B", "linear_num_key_heads", "linear_num_key_heads"),
+        ("Qwen3-Next-80B-A3B", "linear_value_head_dim", "linear_value_head_dim"),
+    ],
+)
+@pytest.mark.parametrize("value", ["8", 8.0, 0, -8, True, None])
+def test_sizes_of_states_are_positive_whole_numbers(
+    name: str, key: str, argument: str, value: object
+):
+    with pytest.raises(ConversionError) as caught:
+        arguments_of(PUBLISHED[name] | {key: value})
+    (line,) = caught.value.reasons
+    assert line == f"{argument}={value!r} of config.json must be positive whole numbers; correct it"
+
+
 def test_configurations_are_json_afterwards():
     for config in PUBLISHED.values():
         json.dumps(config_of(family_of(config), arguments_of(config)))
