@@ -8,7 +8,7 @@ import pytest
 from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.datasets import plan_request
 from tests.training.commands import DATA, STEPS, metrics, train
-from tests.training.verdicts import refusals
+from tests.training.verdicts import parse, refusals
 
 # Weights are drawn so large that every layer's share of gradients and losses is far above rounding.
 MODEL = shlex.split(
@@ -112,6 +112,17 @@ def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: st
 )  # fmt: skip
 def test_what_cannot_be_built_is_one_line(capsys, flags: str, said: str):
     assert said in "\n".join(refusals(capsys, *RUN, *flags.split()))
+
+
+def test_stages_that_layers_do_not_fill_evenly_are_answered_by_the_pattern(capsys):
+    flags = ["--hybrid-layer-pattern", "M-*", "--pipeline-model-parallel-size", "2"]
+    (line,) = refusals(capsys, *RUN, *flags, world_size=2)
+    assert line == (
+        "--hybrid-layer-pattern M-*, of 3 layers, must be a multiple of --pipeline-model-parallel-size 2; mark where "
+        "its stages begin by |"
+    )
+    flags[1] = "M-|*"  # what it says
+    assert parse(*RUN, *flags, world_size=2).decoder_first_pipeline_num_layers == 2
 
 
 def test_is_hybrid_model_alone_says_too_little(capsys):

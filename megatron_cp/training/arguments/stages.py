@@ -160,9 +160,13 @@ def _layers_of_ranks(args: Namespace) -> Generator[str, None, list[int] | None]:
         total = layers + len(counted)
         if total % pp:
             also = " (with embedding and loss as they are counted)" if counted else ""
+            pattern = getattr(args, "hybrid_layer_pattern", None)
+            said, advice = f"--num-layers {layers}", ""
+            if pattern is not None:
+                said = f"--hybrid-layer-pattern {pattern}, of {layers} layers,"
+                advice = "; mark where its stages begin by |"
             yield (
-                f"--num-layers {layers}{also} must be a multiple of "
-                f"--pipeline-model-parallel-size {pp}"
+                f"{said}{also} must be a multiple of --pipeline-model-parallel-size {pp}{advice}"
             )
             discard(args, "num_layers")
             return None
