@@ -131,7 +131,8 @@ def build_model(config: TrainConfig, provider: ModelProvider, device: torch.devi
     `provider(config, pre_process=, post_process=, vp_stage=)` builds one chunk. Collective: every
     rank calls it.
     """
-    print_rank_0("building GPT model ...")
+    kind = "GPT" if config.model.hybrid_layer_pattern is None else "hybrid"
+    print_rank_0(f"building {kind} model ...")
     num_chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
     chunks = []
     for place in range(num_chunks):

@@ -174,6 +174,22 @@ def _experts_from_config(config: Config) -> Arguments:
     return arguments
 
 
+def _no_limit_from_config(config: Config) -> Arguments:
+    """Refuses bounds on steps: Megatron-Core has none."""
+    limit = config.get("time_step_limit")
+    written = ([0, math.inf], [0, {"__float__": "Infinity"}])
+    if limit is not None and list(limit) not in written:
+        raise NotImplementedError(
+            f"time_step_limit={limit} in config.json is not served: steps have no bounds in Megatron-Core; convert a "
+            "model with [0, Infinity]"
+        )
+    return {}
+
+
+_NO_LIMIT = Setting(
+    keys=("time_step_limit",), to_arguments=_no_limit_from_config, to_config=lambda arguments: {}
+)
+
 _OF_EXPERTS = Setting(
     keys=tuple(key for setting in _EXPERT_SETTINGS for key in setting.keys),
     to_arguments=_experts_from_config,
@@ -217,6 +233,7 @@ NEMOTRON_H = Family(
         same("mamba_head_dim"),
         same("n_groups", "mamba_num_groups"),
         same("mamba_num_heads"),
+        _NO_LIMIT,
         _OF_EXPERTS,
     ),
     constants={
@@ -252,7 +269,6 @@ NEMOTRON_H = Family(
         "layer_norm_epsilon": (1e-5,),
         "rms_norm_eps": (1e-5, None),
         "norm_eps": (1e-5, None),
-        "time_step_limit": (0, math.inf, {"__float__": "Infinity"}, None),
     },
     changes_nothing=frozenset(_WITHOUT_EFFECT.split()),
     always={"mlp_hidden_act": "relu2", "norm_topk_prob": True},

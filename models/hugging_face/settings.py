@@ -99,6 +99,10 @@ def heads_of_width(default: int) -> Setting:
     """Returns the heads of a family whose width has a default of its own; `attention_head_dim` is an older key."""
 
     def to_arguments(config: Config) -> Arguments:
+        if "num_key_value_heads" not in config:  # a default of its own too, and not the heads
+            raise MissingKeyError(
+                "num_key_value_heads is missing in config.json; it must be there; add it"
+            )
         return _heads_from_config(config, config.get("attention_head_dim") or default)
 
     return replace(HEADS, keys=(*HEADS.keys, "attention_head_dim"), to_arguments=to_arguments)

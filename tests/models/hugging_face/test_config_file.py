@@ -227,6 +227,7 @@ def test_what_transformers_takes_for_granted_is_said():
         ),
         ("Nemotron-H-8B", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
         ("Nemotron-H-8B", {"time_step_limit": [0.001, 0.1]}, "time_step_limit="),
+        ("Nemotron-H-8B", {"time_step_limit": [float("inf"), 0]}, "time_step_limit=[inf, 0]"),
         ("Nemotron-H-8B", {"conv_kernel": 3}, "conv_kernel=3"),
         ("Nemotron-3-Nano-30B-A3B", {"n_shared_experts": 2}, "n_shared_experts=2"),
         ("Qwen3-8B", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
