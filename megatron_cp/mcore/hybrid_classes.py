@@ -45,8 +45,8 @@ def hybrid_parts() -> HybridParts:
         stack=stack,
         submodules=submodules,
         module=block,
-        pattern=next(name for name in names if name in known),
-        spec=next(name for name in known if name.endswith("_stack_spec")),
+        pattern=next((name for name in names if name in known), names[0]),
+        spec=next((name for name in known if name.endswith("_stack_spec")), "hybrid_stack_spec"),
     )
 
 

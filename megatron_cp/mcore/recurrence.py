@@ -1,7 +1,9 @@
 """What Megatron's recurrent layers share where they run over the whole context, on the rows of this rank.
 
-projected rows -> plan, documents, rows of a stream      the same for every kind of layer
-weights of several sections                              drawn alike at every tensor-parallel size
+    projected rows -> plan, documents, rows of a stream      the same for every kind of layer
+    weights of several sections                              drawn alike at every tensor-parallel size
+
+The kinds are in `gated_delta_net.py` and `mamba_mixer.py`.
 """
 
 # s rows of this rank, b batch
