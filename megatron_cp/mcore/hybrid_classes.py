@@ -1,7 +1,10 @@
 """Megatron's classes of hybrid models under the names that the installed version has for them.
 
-0.16 to 0.18    MambaModel, MambaStack             hybrid_override_pattern
-since           HybridModel, HybridStack           hybrid_layer_pattern
+    0.16     MambaModel, MambaStack        hybrid_override_pattern
+    0.17     MambaModel, MambaStack        hybrid_layer_pattern
+    since    HybridModel, HybridStack      hybrid_layer_pattern
+
+They are looked for, not told by a number.
 """
 
 from __future__ import annotations

@@ -170,10 +170,10 @@ def test_hybrid_models_give_the_losses_of_one_context_rank(corpus, layout, docum
     """Megatron's own mixer needs kernels of a GPU, so the reference is ours."""
     ranks, parallel = LAYOUTS[layout]
     flags = [] if documents == "none" else FLAGS[documents][0]
-    pattern, program = ["--hybrid-layer-pattern", "M-M*"], "pretrain_hybrid.py"
-    if minor_version() < 19:
-        pattern, program = ["--hybrid-override-pattern", "M-M*"], "pretrain_mamba.py"
-        pattern += ["--is-hybrid-model", "--num-layers", "4"]
+    pattern = ["--hybrid-layer-pattern", "M-M*"]
+    program = "pretrain_mamba.py" if minor_version() < 18 else "pretrain_hybrid.py"
+    if minor_version() < 17:
+        pattern = ["--hybrid-override-pattern", "M-M*", "--is-hybrid-model", "--num-layers", "4"]
     elif layout == "pp2-cp2":
         pattern[1] = "M-|M*"
     run = [*HYBRID, *pattern, *flags, *EOD_LOSS]
