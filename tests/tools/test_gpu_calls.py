@@ -48,10 +48,11 @@ def on_host(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_host")
-def test_linear_attention_is_compared_with_the_recurrence():
-    assert linear.check_values("torch").startswith("relative errors ")
+@pytest.mark.parametrize("is_delta", [True, False])
+def test_linear_attention_is_compared_with_the_recurrence(is_delta):
+    assert linear.check_values("torch", is_delta).startswith("relative errors ")
     with installed():
-        assert linear.check_values("fla").startswith("relative errors ")
+        assert linear.check_values("fla", is_delta).startswith("relative errors ")
 
 
 @pytest.mark.usefixtures("on_host")
@@ -62,7 +63,7 @@ def test_linear_attention_that_is_wrong_is_said_and_stops_nothing(monkeypatch):
 
     check = Check(Report("t", {}), Watchdog(print), Wishes(quick=True))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = {"fla": lambda: linear.check_values("fla"), "torch": lambda: "right"}
+    found = {"fla": lambda: linear.check_values("fla", True), "torch": lambda: "right"}
     monkeypatch.setattr(linear, "checks", lambda: found)
     with installed(careless):
         check.linear()
