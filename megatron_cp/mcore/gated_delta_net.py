@@ -67,17 +67,7 @@ class ContextGatedDeltaNet(Recurrence, GatedDeltaNet):
         self._set_sizes()
         sizes = layers.attention_sizes(config, self.tp_size)
         self._plans = PlanFinder(config, self.layer_number, sizes, thd_split=thd_split)
-        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            self.in_proj_dim,
-            init_method=self._draw_by_sections,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **linear,
-        )
+        self.in_proj = self._built_in_proj(submodules.in_proj, config.hidden_size)
         self._make_taps_and_decays()
         self.out_norm = build_module(
             submodules.out_norm,
@@ -86,16 +76,7 @@ class ContextGatedDeltaNet(Recurrence, GatedDeltaNet):
             eps=config.layernorm_epsilon,
         )
         self._sum_gradients_of_norm()
-        self.out_proj = build_module(
-            submodules.out_proj,
-            self.v_dim,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **linear,
-        )
+        self.out_proj = self._built_out_proj(submodules.out_proj, self.v_dim, config.hidden_size)
         if config.perform_initialization:
             self.reset_parameters()
         layers.register_stage(config)

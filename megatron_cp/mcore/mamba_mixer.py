@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
@@ -81,29 +80,11 @@ class ContextMambaMixer(Recurrence, MegatronModule):
         self._set_sizes()
         sizes = layers.attention_sizes(config, self.tp_size)
         self._plans = PlanFinder(config, self.layer_number, sizes, thd_split=thd_split)
-        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            d_model,
-            self.in_proj_dim,
-            init_method=self._draw_by_sections,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **linear,
-        )
+        self.in_proj = self._built_in_proj(submodules.in_proj, d_model)
         self._make_own_parameters()
         self.norm = _GroupedGatedNorm(self._inner, self._groups, config, pg_collection.tp)
-        self.out_proj = build_module(
-            submodules.out_proj,
-            self._inner * self.tp_size,
-            d_model,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **linear,
-        )
+        inner = self._inner * self.tp_size
+        self.out_proj = self._built_out_proj(submodules.out_proj, inner, d_model)
         if config.perform_initialization:
             self.reset_parameters()
         layers.register_stage(config)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
 
 from megatron_cp.mask.linked import causal_document_lengths
 from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of
@@ -46,6 +47,36 @@ class Recurrence:
     in_proj_split_sections: tuple[int, ...]
     """Rows of each of its sections on one of them."""
     _plans: PlanFinder
+
+    def _built_in_proj(self, part: Any, width: int) -> Any:
+        """Returns the projection of rows `width` wide into all sections, from the module that a spec names."""
+        return build_module(
+            part,
+            width,
+            self.in_proj_dim,
+            init_method=self._draw_by_sections,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **self._of_linear_layers(),
+        )
+
+    def _built_out_proj(self, part: Any, inner: int, width: int) -> Any:
+        """Returns the projection of all heads' `inner` channels back to rows `width` wide."""
+        return build_module(
+            part,
+            inner,
+            width,
+            init_method=self.config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **self._of_linear_layers(),
+        )
+
+    def _of_linear_layers(self) -> dict[str, Any]:
+        group = self.pg_collection.tp
+        return {"config": self.config, "bias": False, "is_expert": False, "tp_group": group}
 
     def _stream(
         self, projected: torch.Tensor, attention_mask: torch.Tensor | None, params: Any
