@@ -82,7 +82,7 @@ class ContextMambaMixer(Recurrence, MegatronModule):
         self._plans = PlanFinder(config, self.layer_number, sizes, thd_split=thd_split)
         self.in_proj = self._built_in_proj(submodules.in_proj, d_model)
         self._make_own_parameters()
-        self.norm = _GroupedGatedNorm(self._inner, self._groups, config, pg_collection.tp)
+        self.norm = _GroupedGatedNorm(self._inner, self._groups, config)
         inner = self._inner * self.tp_size
         self.out_proj = self._built_out_proj(submodules.out_proj, inner, d_model)
         if config.perform_initialization:
@@ -206,14 +206,12 @@ class ContextMambaMixer(Recurrence, MegatronModule):
         self._save_to_state_dict(own, "", keep_vars=True)
         axes = {"A_log": 0, "dt_bias": 0, "D": 0}
         tensors = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
-        tensors |= make_sharded_tensors_for_checkpoint(
-            self.conv1d.state_dict(prefix="", keep_vars=True),
-            f"{prefix}conv1d.",
-            {"weight": 0, "bias": 0},
-            sharded_offsets,
-            **groups,
-        )
-        for name in ("in_proj", "norm", "out_proj"):
+        for name in ("conv1d", "norm"):
+            weights = getattr(self, name).state_dict(prefix="", keep_vars=True)
+            tensors |= make_sharded_tensors_for_checkpoint(
+                weights, f"{prefix}{name}.", dict.fromkeys(weights, 0), sharded_offsets, **groups
+            )
+        for name in ("in_proj", "out_proj"):
             module = getattr(self, name)
             tensors |= sharded_state_dict_default(
                 module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=group
@@ -231,12 +229,12 @@ class ContextMambaMixer(Recurrence, MegatronModule):
 class _GroupedGatedNorm(torch.nn.Module):
     """RMSNorm of y SiLU(z), each group of channels by itself; in fp32."""
 
-    def __init__(self, width: int, num_groups: int, config: Any, tp_group: Any) -> None:
+    def __init__(self, width: int, num_groups: int, config: Any) -> None:
         super().__init__()
         where = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
         self.weight = torch.nn.Parameter(torch.ones(width, **where))
         split_over_tensor_ranks(self.weight)
-        self._num_groups, self._tp_group = num_groups, tp_group
+        self._num_groups = num_groups
         self._eps = 1e-5  # Megatron's, whatever layernorm_epsilon is
 
     def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -244,20 +242,3 @@ class _GroupedGatedNorm(torch.nn.Module):
         gated = (y.float() * F.silu(z.float())).unflatten(-1, (self._num_groups, -1))
         scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + self._eps)
         return (gated * scale).flatten(-2) * self.weight.float()
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Returns the sharded weight; each tensor rank has that of its heads."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self._tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )

@@ -27,8 +27,8 @@ _SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups")
 _NOT_SERVED = {
     "multi_latent_attention": (False, "train a model without it"),
     "mtp_num_layers": (None, "leave it out: the model is then trained without predictions"),
-    "num_layers_per_virtual_pipeline_stage": (None, "give each rank one stage: the same results"),
-    "num_virtual_stages_per_pipeline_rank": (None, "give each rank one stage: the same results"),
+    "num_layers_per_virtual_pipeline_stage": (None, "give each rank one stage: the same model"),
+    "num_virtual_stages_per_pipeline_rank": (None, "give each rank one stage: the same model"),
     "pipeline_model_parallel_layout": (None, "mark stages by | in the pattern"),
     "account_for_embedding_in_pipeline_split": (False, "mark stages by | in the pattern"),
     "account_for_loss_in_pipeline_split": (False, "mark stages by | in the pattern"),
