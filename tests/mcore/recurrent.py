@@ -53,6 +53,27 @@ def run_layer(rank, world_size, build, case: Case, planner: str):
         return plan, out.detach()[:, 0], x.grad[:, 0], weights, gradients
 
 
+def run_in_batch(rank, world_size, build, sequences: list[int]):
+    """Output rows of these of two sequences side by side, as Megatron cuts them."""
+    with parallel_state(Case(cp=world_size)):
+        layer = build(Case(cp=world_size))
+        x = rows_and_upstream(32, batch=2)[0]
+        pieces = torch.arange(32).reshape(2 * world_size, -1)
+        rows = torch.cat([pieces[rank], pieces[2 * world_size - 1 - rank]])
+        return layer(x[rows][:, sequences])[0].detach()
+
+
+def run_stream(rank, world_size, build):
+    """Two samples of one stream, as the hooks cut them: `[s, b]` holds the rows of the plan column by column."""
+    with parallel_state(Case()):
+        layer = build(Case())
+        x = rows_and_upstream(96)[0]
+        params, _ = params_of(LENGTHS, 1, "auto", num_samples=2)
+        folded = layer(x.reshape(2, 48, HIDDEN).transpose(0, 1), packed_seq_params=params)[0]
+        params, _ = params_of(LENGTHS, 1, "auto")
+        return folded.detach(), layer(x, packed_seq_params=params)[0].detach()
+
+
 def joined(parts, name, sections, *, alike=()):
     """Returns a weight of all heads from those of the tensor ranks; `sections` are its rows on one of them."""
     own = [part[name] for part in parts]

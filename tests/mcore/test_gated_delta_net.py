@@ -11,10 +11,11 @@ from tests.mcore.recurrent import (
     assert_near,
     in_order,
     joined,
-    params_of,
     parts_of_checkpoint,
     rows_and_upstream,
+    run_in_batch,
     run_layer,
+    run_stream,
 )
 from tests.mcore.tiny_gpt import Case, make_config, parallel_state
 from tests.oracles.gated_delta_net import (
@@ -128,38 +129,17 @@ def test_weights_start_the_same_on_any_tensor_parallel_ranks():
     assert not torch.equal(pair[0][3]["A_log"], pair[1][3]["A_log"])
 
 
-def run_in_batch(rank, world_size, sequences: list[int]):
-    """Output rows of these of two sequences side by side, as Megatron cuts them."""
-    with parallel_state(Case(cp=world_size)):
-        layer = build_layer(Case(cp=world_size))
-        x = rows_and_upstream(32, batch=2)[0]
-        pieces = torch.arange(32).reshape(2 * world_size, -1)
-        rows = torch.cat([pieces[rank], pieces[2 * world_size - 1 - rank]])
-        return layer(x[rows][:, sequences], None)[0].detach()
-
-
 def test_samples_of_megatron_batches_do_not_see_each_other():
     """Without parameters the samples share one plan, and the layer takes them for more heads."""
-    both = run_on_ranks(2, run_in_batch, [0, 1], timeout=110)
+    both = run_on_ranks(2, run_in_batch, build_layer, [0, 1], timeout=110)
     for sample in (0, 1):
-        alone = run_on_ranks(2, run_in_batch, [sample], timeout=110)
+        alone = run_on_ranks(2, run_in_batch, build_layer, [sample], timeout=110)
         for two, one in zip(both, alone, strict=True):
             torch.testing.assert_close(two[:, [sample]], one, rtol=0, atol=1e-6)
 
 
-def run_stream(rank, world_size):
-    """Two samples of one stream, as the hooks cut them: `[s, b]` holds the rows of the plan column by column."""
-    with parallel_state(Case()):
-        layer = build_layer(Case())
-        x = rows_and_upstream(96)[0]
-        params, _ = params_of(LENGTHS, 1, "auto", num_samples=2)
-        folded = layer(x.reshape(2, 48, HIDDEN).transpose(0, 1), None, packed_seq_params=params)[0]
-        params, _ = params_of(LENGTHS, 1, "auto")
-        return folded.detach(), layer(x, None, packed_seq_params=params)[0].detach()
-
-
 def test_samples_of_one_stream_lie_column_by_column():
-    ((folded, plain),) = run_on_ranks(1, run_stream, timeout=110)
+    ((folded, plain),) = run_on_ranks(1, run_stream, build_layer, timeout=110)
     torch.testing.assert_close(folded.transpose(0, 1).reshape(96, 1, HIDDEN), plain)
 
 

@@ -14,7 +14,9 @@ from tests.mcore.recurrent import (
     params_of,
     parts_of_checkpoint,
     rows_and_upstream,
+    run_in_batch,
     run_layer,
+    run_stream,
 )
 from tests.mcore.tiny_gpt import Case, make_config, parallel_state
 from tests.oracles.mamba import mixed_by_recurrence, mixer_of_transformers
@@ -218,37 +220,16 @@ def test_the_norm_of_every_kind_of_layer_has_the_models_epsilon():
         torch.testing.assert_close(normed, expected)
 
 
-def run_in_batch(rank, world_size, sequences: list[int]):
-    """Output rows of these of two sequences side by side, as Megatron cuts them."""
-    with parallel_state(Case(cp=world_size)):
-        layer = build_mixer(Case(cp=world_size))
-        x = rows_and_upstream(32, batch=2)[0]
-        pieces = torch.arange(32).reshape(2 * world_size, -1)
-        rows = torch.cat([pieces[rank], pieces[2 * world_size - 1 - rank]])
-        return layer(x[rows][:, sequences])[0].detach()
-
-
 def test_samples_of_megatron_batches_do_not_see_each_other():
-    both = run_on_ranks(2, run_in_batch, [0, 1], timeout=110)
+    both = run_on_ranks(2, run_in_batch, build_mixer, [0, 1], timeout=110)
     for sample in (0, 1):
-        alone = run_on_ranks(2, run_in_batch, [sample], timeout=110)
+        alone = run_on_ranks(2, run_in_batch, build_mixer, [sample], timeout=110)
         for two, one in zip(both, alone, strict=True):
             torch.testing.assert_close(two[:, [sample]], one, rtol=0, atol=1e-6)
 
 
-def run_stream(rank, world_size):
-    """Two samples of one stream, as the hooks cut them: `[s, b]` holds the rows of the plan column by column."""
-    with parallel_state(Case()):
-        layer = build_mixer(Case())
-        x = rows_and_upstream(96)[0]
-        params, _ = params_of(LENGTHS, 1, "auto", num_samples=2)
-        folded = layer(x.reshape(2, 48, HIDDEN).transpose(0, 1), packed_seq_params=params)[0]
-        params, _ = params_of(LENGTHS, 1, "auto")
-        return folded.detach(), layer(x, packed_seq_params=params)[0].detach()
-
-
 def test_samples_of_one_stream_lie_column_by_column():
-    ((folded, plain),) = run_on_ranks(1, run_stream, timeout=110)
+    ((folded, plain),) = run_on_ranks(1, run_stream, build_mixer, timeout=110)
     torch.testing.assert_close(folded.transpose(0, 1).reshape(96, 1, HIDDEN), plain)
 
 
