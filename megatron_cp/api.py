@@ -28,6 +28,7 @@ from megatron_cp.runtime.expansion import Expand, Expansion
 from megatron_cp.runtime.linear_attention import cp_linear_attention
 from megatron_cp.runtime.session import check_plan, open_session
 from megatron_cp.runtime.shards import dispatch, position_ids, roll, undispatch
+from megatron_cp.runtime.sparse_attention import cp_sparse_attention
 
 
 class Call(NamedTuple):
@@ -167,6 +168,7 @@ __all__ = [
     "cp_attention",
     "cp_causal_conv1d",
     "cp_linear_attention",
+    "cp_sparse_attention",
     "dispatch",
     "position_ids",
     "roll",

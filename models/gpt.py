@@ -23,7 +23,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_cp.mcore import compat, loss_fusion, rope_fusion
+from megatron_cp.mcore import compat, loss_fusion, rope_fusion, sparse_settings
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.mcore.spec import gpt_block_spec, mtp_block_spec
 
@@ -101,6 +101,9 @@ def transformer_config(
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         config = kind(**{**fields, **extra})
     config.experimental_attention_variant = variant
+    for name, usual in sparse_settings.LATER.items():
+        found = arguments.get(name)
+        setattr(config, name, usual if found is None else found)
     config.hybrid_layer_pattern = arguments.get("hybrid_layer_pattern")  # no field in any version
     if arguments.get("position_embedding_type") == "yarn" and not is_latent:
         for name, (argument, default) in _YARN.items():

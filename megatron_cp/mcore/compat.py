@@ -214,6 +214,12 @@ def plain_layer_specs(config: Any, *, use_transformer_engine: bool) -> list[Any]
     return decoder_layer_specs(plain, use_transformer_engine=use_transformer_engine)
 
 
+def layer_specs_without_query_norms(config: Any, *, use_transformer_engine: bool) -> list[Any]:
+    """Returns the same with neither norms of queries and keys, nor projections that hold them."""
+    bare = _changed(config, qk_layernorm=False)
+    return decoder_layer_specs(bare, use_transformer_engine=use_transformer_engine)
+
+
 def one_layer_spec(config: Any, *, use_transformer_engine: bool, with_experts: bool) -> Any:
     """Returns the same for one layer of the model's sizes, dense or with its experts."""
     experts = config.num_moe_experts if with_experts else None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_cp.mcore import hybrid_pattern
 from megatron_cp.mcore.layer_patterns import layer_pattern
+from megatron_cp.mcore.sparse_settings import SPARSE, check_sparse
 
 GATED_DELTA_NET = ("gated_delta_net", "gdn")
 """Names of the one kind of linear attention that is served; the second is that of Megatron-Core 0.20."""
@@ -128,10 +129,13 @@ def check_mixers(settings: Any) -> None:
         return
     if not variant:
         return
+    if variant == SPARSE:
+        check_sparse(settings)
+        return
     if variant not in GATED_DELTA_NET:
         raise NotImplementedError(
-            f"experimental_attention_variant={variant!r} is not served with context parallelism: softmax attention "
-            "and 'gated_delta_net' are; train such a model with Megatron's own attention"
+            f"experimental_attention_variant={variant!r} is not served with context parallelism: softmax attention, "
+            "'gated_delta_net' and 'dsa' are; train such a model with Megatron's own attention"
         )
     layer_mixers(settings)
     keys, values = settings.linear_num_key_heads, settings.linear_num_value_heads

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_cp.mcore import hybrid_classes, layers, rope_fusion
-from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.cut import params_of_documents, params_on
 from megatron_cp.mcore.documents import current_rule, find_documents
 from megatron_cp.mcore.hybrid_pattern import hybrid_stages
+from megatron_cp.mcore.indexer import set_loss_scale
 from megatron_cp.mcore.rope import install_position_rotary
+from megatron_cp.mcore.sparse_settings import is_sparse
 from megatron_cp.mcore.validation import balances_samples
 
 _LOOKED_AT = "_megatron_cp_looked_at"  # attribute of a model
@@ -123,7 +124,7 @@ def _check_model(model: Any) -> None:
         return
     for name, module in model.named_modules():
         core = getattr(module, "core_attention", None)
-        if isinstance(core, torch.nn.Module) and not isinstance(core, ContextParallelAttention):
+        if isinstance(core, torch.nn.Module) and not getattr(core, "follows_plans", False):
             if name.startswith("mtp"):
                 raise NotImplementedError(
                     "multi-token prediction with documents: Megatron-LM builds its layers with an attention of "
@@ -165,8 +166,13 @@ def normalise_over_context(plain: Callable[..., Any]) -> Callable[..., Any]:
         is_ours = layers.are_ours() and getattr(config, "context_parallel_size", 1) > 1
         if is_ours and loss_func is not None and not config.calculate_per_token_loss:
             loss_func = functools.partial(_loss_over_context, loss_func)
-        return plain(model, output, loss_func, config, *args, **kwargs)
+        result = plain(model, output, loss_func, config, *args, **kwargs)
+        if is_sparse(config):
+            given = signature.bind(model, output, loss_func, config, *args, **kwargs).arguments
+            set_loss_scale(config, given["num_microbatches"])
+        return result
 
+    signature = inspect.signature(plain)
     return forward_step_calc_loss
 
 

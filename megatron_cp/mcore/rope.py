@@ -121,7 +121,7 @@ def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) 
         if not isinstance(rotary, _ByPosition):
             rotary.__class__ = _replacement_of(rotary)
         if isinstance(parent, MultiLatentAttention):
-            rotary.squeezes_batch = True  # type: ignore[assignment]
+            rotary.squeezes_batch = getattr(parent, "squeezes_batch", True)  # type: ignore[assignment]
         num_installed += 1
     return num_installed
 

@@ -45,6 +45,8 @@ from megatron_cp.mcore.mamba_mixer import ContextMambaMixer
 from megatron_cp.mcore.mixers import linear_layers
 from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
 from megatron_cp.mcore.router import ContextRouter, EqualWeightRouter
+from megatron_cp.mcore.sparse_latent import SparseCore, sparse_latent_layer
+from megatron_cp.mcore.sparse_settings import is_sparse
 from megatron_cp.mcore.validation import check_engine, check_spec
 
 compat.check_megatron_version()
@@ -96,6 +98,8 @@ def with_context_parallel(
         nonlocal num_replaced
         if name == "core_attention" and leaf is not None:
             num_replaced += 1
+            if getattr(leaf, "module", leaf) is SparseCore:
+                return replace(leaf, params={**leaf.params, **_way_of_cutting(attention_options)})
             if getattr(leaf, "module", leaf) is ContextParallelAttention:
                 if not _takes_options(_params_of(leaf), attention_options):
                     return leaf
@@ -121,13 +125,17 @@ def with_context_parallel(
 
 def _over_context(spec: ModuleSpec, attention_options: dict[str, Any]) -> ModuleSpec:
     """Returns our layer with the parts of Megatron's; of the options it takes how batches were cut."""
-    params = {name: attention_options[name] for name in ("thd_split",) if name in attention_options}
     return ModuleSpec(
         module=_RECURRENT[spec.module],
-        params={**spec.params, **params},
+        params={**spec.params, **_way_of_cutting(attention_options)},
         submodules=_copy_with(spec.submodules, _exchange_norm_or_router),
         metainfo=spec.metainfo,
     )
+
+
+def _way_of_cutting(attention_options: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of the options that other layers than softmax attention take as well."""
+    return {name: attention_options[name] for name in ("thd_split",) if name in attention_options}
 
 
 def _params_of(leaf: Any) -> dict[str, Any]:
@@ -289,7 +297,7 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **attention_opti
     use_te = uses_transformer_engine(config)
     check_spec(config)
     block = compat.decoder_block_spec(config, use_transformer_engine=use_te, vp_stage=vp_stage)
-    if any(linear_layers(config)):
+    if any(linear_layers(config)) or is_sparse(config):
         own = compat.layers_of_stage(config, vp_stage)
         every = _decoder_layers(config, use_te)
         block = replace(block, layer_specs=[every[layer] for layer in own])
@@ -316,13 +324,16 @@ def mtp_block_spec(config: Any, *, vp_stage: int | None = None, **attention_opti
 
 
 def _decoder_layers(config: Any, use_te: bool) -> list[Any]:
-    """Returns the spec of every decoder layer of the model, with gated delta nets where it has linear layers."""
+    """Returns the spec of every decoder layer of the model, with gated delta nets or sparse attention where asked."""
+    norm = compat.transformer_engine_norm() if use_te else LocalNorm
+    if is_sparse(config):
+        bare = compat.layer_specs_without_query_norms(config, use_transformer_engine=use_te)
+        return [sparse_latent_layer(spec, norm if config.qk_layernorm else None) for spec in bare]
     specs = compat.decoder_layer_specs(config, use_transformer_engine=use_te)
     pattern = linear_layers(config)
     if not any(pattern):
         return specs
     plain = compat.plain_layer_specs(config, use_transformer_engine=use_te)
-    norm = compat.transformer_engine_norm() if use_te else LocalNorm
     return [
         gated_delta_net_layer(spec, one, norm) if is_linear else spec
         for spec, one, is_linear in zip(specs, plain, pattern, strict=True)

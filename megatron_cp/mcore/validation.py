@@ -16,6 +16,7 @@ import torch
 from megatron_cp.attn.dropout import check_rate
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.mixers import check_mixers
+from megatron_cp.mcore.sparse_settings import is_sparse
 
 # name -> why, and what to do; refused when the value is true.
 _REFUSED_SETTINGS = {
@@ -182,7 +183,8 @@ def _check_latent_ranks(settings: Any) -> None:
     """Refuses latent attention on tensor-parallel ranks without Transformer Engine."""
     tp = getattr(settings, "tensor_model_parallel_size", 1)
     is_latent = getattr(settings, "multi_latent_attention", False)
-    if is_latent and tp > 1 and getattr(settings, "transformer_impl", None) == "local":
+    is_local = getattr(settings, "transformer_impl", None) == "local"
+    if is_latent and tp > 1 and is_local and not is_sparse(settings):  # sums it itself
         # Measured on 0.16.1, with Megatron's attention too: the gradient norm of the first step is
         # 1.5905 on two tensor-parallel ranks and 1.5908 on one. The rotary part of the keys is
         # gathered over the ranks, and its gradient is split again without being summed.

@@ -88,7 +88,7 @@ def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: st
             "--linear-attention-freq 2",
             "--linear-attention-freq 2 without --experimental-attention-variant",
         ),
-        ("--experimental-attention-variant dsa", "dsa is not served"),
+        ("--experimental-attention-variant mhc", "mhc is not served"),
         (
             "--experimental-attention-variant gdn",
             "--linear-attention-freq is missing; it has no default",

@@ -1,6 +1,6 @@
 """The command line of `pretrain_gpt.py`: words in, one checked `TrainConfig` out.
 
-flag_table.py   what is served                      known_flags.py   what is noted or refused
+flag_table.py, model_flag_table.py   what is served known_flags.py   what is noted or refused
 parse.py        words -> draft -> TrainConfig       complete.py      the draft, completed and checked
 """
 

@@ -22,6 +22,7 @@ _NO_GRAPH = "nothing is captured in graphs, because plans change with the docume
 _STAYS = (
     "activations stay on the GPU: more memory, the same results; --recompute-modules saves memory"
 )
+_NOT_TURNED = "queries and keys of the index are never turned by a Hadamard matrix: their products are the same"
 _NOT_DEFERRED = "the embedding's gradient is computed in its own backward pass; it is the same"
 
 # flag -> (number of values that follow it, -1 for any, why it changes nothing here)
@@ -124,6 +125,9 @@ NOTED: dict[str, tuple[int, str]] = {
     "--delay-wgrad-compute": (0, _NOT_OVERLAPPED),
     "--defer-embedding-wgrad-compute": (0, _NOT_DEFERRED),
     "--wgrad-deferral-limit": (1, _NOT_DEFERRED),
+    "--no-dsa-indexer-rotate-activation": (0, _NOT_TURNED),
+    "--disable-dsa-indexer-rotate-activation": (0, _NOT_TURNED),
+    "--dsa-kernel-backend": (1, "sparse attention is always that of megatron_cp"),
     "--tp-comm-overlap": (0, _NOT_OVERLAPPED),
     "--tp-comm-overlap-cfg": (1, _NOT_OVERLAPPED),
     "--tp-comm-overlap-rs-dgrad": (0, _NOT_OVERLAPPED),
@@ -238,7 +242,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     ("mamba-inference-", _NO_INFERENCE),
     ("mamba-training-", "states of Mamba-2 are fp32 here, as without it where --bf16 is not given"),
-    ("dsa-", "only softmax attention and gated delta nets are built here"),
+    ("dsa-", "of sparse attention, the flags of docs/flags.md are served"),
     (
         "kitchen heterogeneous-layers relative-attention flash-attention-version mhc- gdp-",
         _OTHER_ATTENTION,

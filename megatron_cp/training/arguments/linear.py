@@ -1,4 +1,4 @@
-"""Completes and checks layers of linear attention.
+"""Completes and checks layers of linear attention, and those that attend to keys picked by an index.
 
 What cannot be built from their sizes is refused by `mcore/mixers.py`, the same way for a swap-in. Each check
 yields its faults as `faults.py` describes.
@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_cp.mcore.mixers import GATED_DELTA_NET
+from megatron_cp.mcore.sparse_settings import SPARSE
 from megatron_cp.training.arguments.faults import discard, require
 
 
@@ -23,10 +24,17 @@ def complete_linear(args: Namespace) -> Iterator[str]:
                 "no layer linear; give --experimental-attention-variant gated_delta_net"
             )
         return
+    if variant == SPARSE:
+        if args.linear_attention_freq is not None:
+            yield (
+                "--linear-attention-freq with --experimental-attention-variant dsa makes no layer linear; leave it out "
+                "(the same model)"
+            )
+        return
     if variant not in GATED_DELTA_NET:
         yield (
             f"--experimental-attention-variant {variant} is not served: it chooses layers that ours do not stand for, "
-            "here or in Megatron-LM's program; gated_delta_net is served"
+            "here or in Megatron-LM's program; gated_delta_net and dsa are served"
         )
         args.experimental_attention_variant = None
         return

@@ -45,6 +45,8 @@ RANGES = {
     "distributed_timeout_minutes": _POSITIVE,
     "plan_batches": _POSITIVE,
     "seed": "[0, 4000000000]",
+    "dsa_indexer_loss_coeff": _NOT_NEGATIVE,
+    "dsa_indexer_k_norm_epsilon": _POSITIVE,
     "qk_clip_alpha": "(0, 1)",
     "qk_clip_threshold": _POSITIVE,
     "lr": _NOT_NEGATIVE,

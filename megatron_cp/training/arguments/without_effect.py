@@ -10,6 +10,9 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
+from megatron_cp.mcore.mixers import GATED_DELTA_NET
+from megatron_cp.mcore.sparse_settings import is_sparse
+
 
 def _rotates(args: Namespace) -> bool:
     return args.multi_latent_attention or args.position_embedding_type in ("rope", "yarn")
@@ -38,8 +41,14 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
     (
         "--linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads "
         "--linear-num-value-heads",
-        lambda a: a.experimental_attention_variant,
-        "--experimental-attention-variant",
+        lambda a: a.experimental_attention_variant in GATED_DELTA_NET,
+        "--experimental-attention-variant gated_delta_net",
+    ),
+    ("--dsa-* --*-dsa-*", is_sparse, "--experimental-attention-variant dsa"),
+    (
+        "--dsa-indexer-use-sparse-loss",
+        lambda a: a.dsa_indexer_loss_coeff,
+        "--dsa-indexer-loss-coeff",
     ),
     (
         "--mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads --disable-mamba-mem-eff-path",

@@ -48,6 +48,8 @@ SHAPE_ARGUMENTS = (
     "position_embedding_type",
     "softmax_type",
     "experimental_attention_variant",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
     "linear_attention_freq",
     "linear_conv_kernel_dim",
     "linear_key_head_dim",

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.mcore.arguments import head_sizes
 from megatron_cp.mcore.layer_patterns import expert_layers, has_mlps
 from megatron_cp.mcore.mixers import DELTA, MAMBA, MAMBA_TAPS, SOFTMAX, layer_mixers_of, mamba_sizes
+from megatron_cp.mcore.sparse_settings import is_sparse
 
 _PASSES = 3  # forward, and backward with respect to the inputs and to the weights
 
@@ -39,6 +40,12 @@ class ModelFlops:
     score_width: int
     """Query heads x (head size of keys + head size of values)."""
 
+    index_width: int = 0
+    """The same of the index of sparse attention, which scores every pair that the mask allows."""
+
+    most_keys: int | None = None
+    """Keys of a token that attention reads at most; None: all that it sees."""
+
     num_layers: dict[str, int]
     """Layers per mask name, e.g. `{"full": 2, "window": 22}`."""
 
@@ -47,8 +54,12 @@ class ModelFlops:
 
         `area` says how many pairs the mask of each name allows.
         """
-        pairs = sum(area[name] * layers for name, layers in self.num_layers.items())
-        return _PASSES * 2 * (num_tokens * self.matrix_parameters + pairs * self.score_width)
+        seen = sum(area[name] * layers for name, layers in self.num_layers.items())
+        read = seen
+        if self.most_keys is not None:  # tokens that see fewer are counted as if they saw as many
+            read = min(seen, num_tokens * self.most_keys * sum(self.num_layers.values()))
+        scores = read * self.score_width + seen * self.index_width
+        return _PASSES * 2 * (num_tokens * self.matrix_parameters + scores)
 
 
 def gpt_flops(
@@ -72,10 +83,22 @@ def gpt_flops(
     ]
     prediction = arguments.get("mtp_num_layers") or 0  # its layers are like the last one
     extra = prediction * (layers[-1] + 2 * hidden * hidden + hidden * vocab_size)
-    return ModelFlops(
+    flops = ModelFlops(
         matrix_parameters=sum(layers) + hidden * vocab_size + extra,
         score_width=arguments["num_attention_heads"] * sum(head_sizes(Namespace(**arguments))),
         num_layers={name: count for name, count in num_layers.items() if count},
+    )
+    return _of_sparse(flops, arguments) if is_sparse(Namespace(**arguments)) else flops
+
+
+def _of_sparse(flops: ModelFlops, arguments: Mapping[str, Any]) -> ModelFlops:
+    """Returns the count of the same model with sparse attention, whose heads read latent rows as they are."""
+    rank, turning = arguments["kv_lora_rank"], arguments["qk_pos_emb_head_dim"]
+    return replace(
+        flops,
+        score_width=arguments["num_attention_heads"] * (2 * rank + turning),
+        index_width=arguments["dsa_indexer_n_heads"] * arguments["dsa_indexer_head_dim"],
+        most_keys=arguments["dsa_indexer_topk"],
     )
 
 
@@ -90,7 +113,11 @@ def _attention(arguments: Mapping[str, Any]) -> int:
     queries = (hidden + heads * key_size) * query_rank if query_rank else hidden * heads * key_size
     keys = hidden * (rank + arguments["qk_pos_emb_head_dim"])
     up = rank * heads * (arguments["qk_head_dim"] + value_size)
-    return int(queries + keys + up + heads * value_size * hidden)
+    index = 0
+    if is_sparse(Namespace(**arguments)):
+        index_heads, width = arguments["dsa_indexer_n_heads"], arguments["dsa_indexer_head_dim"]
+        index = query_rank * index_heads * width + hidden * (index_heads + width)
+    return int(queries + keys + up + heads * value_size * hidden + index)
 
 
 def _gated_delta_net(arguments: Mapping[str, Any]) -> int:

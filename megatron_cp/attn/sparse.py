@@ -1,0 +1,248 @@
+"""Attention of each query to the keys that an index picks for it: some queries of one rank at a time, plain torch.
+
+    index scores of all visible keys -> the largest `topk` -> softmax attention to those alone
+                                     -> how far the index is from attention (the loss that trains it)
+
+All heads share a key, whose first columns are its value: latent attention in its absorbed form. Source: DeepSeek-V3.2
+(sparse attention, lightning indexer), section 2.1.
+"""
+
+# c queries of a chunk, n keys that any of them may see, k of them picked; N heads of L columns (V of the value),
+# J heads of the index with I columns
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.attn.options import accumulation_dtype
+
+IndexLoss = Literal["picked", "visible"]
+
+
+@dataclass(frozen=True)
+class SparseRule:
+    """How keys are picked and what is made of them; the same for all queries."""
+
+    topk: int
+    value_dim: int
+    scale: float
+    loss: IndexLoss | None
+    """Keys over which index and attention are compared: those picked, all visible, or no comparison."""
+    has_relu: bool
+    """Whether a head of the index counts where it is positive alone."""
+    head_group: dist.ProcessGroup | None
+    """Ranks that hold other heads of the same queries."""
+
+
+class Queries(NamedTuple):
+    """Of some tokens: `[c, N, L]`, and of the index `[c, J, I]` and the weights `[c, J]` of its heads."""
+
+    q: Tensor
+    index_q: Tensor
+    index_weights: Tensor
+
+    def part(self, rows: slice) -> "Queries":
+        """Returns those of some rows."""
+        return Queries(*(x[rows] for x in self))
+
+
+class Keys(NamedTuple):
+    """Of some tokens: `[n, L]`, and of the index `[n, I]`."""
+
+    latent: Tensor
+    index_k: Tensor
+
+    def part(self, rows: slice) -> "Keys":
+        """Returns those of some rows."""
+        return Keys(*(x[rows] for x in self))
+
+
+class Picked(NamedTuple):
+    """The keys of each query, in order: `[c, k]` of n, and which of them are any."""
+
+    keys: Tensor
+    is_any: Tensor
+
+
+def visible_keys(intervals: Tensor, num_keys: int) -> Tensor:
+    """Returns which keys each query sees, `[c, n]`, from `[m, 2, c]`: it sees those of m intervals."""
+    key = torch.arange(num_keys, device=intervals.device)
+    first, stop = intervals[:, 0, :, None], intervals[:, 1, :, None]
+    seen = (first[0] <= key) & (key < stop[0])
+    for one in range(1, len(intervals)):
+        seen |= (first[one] <= key) & (key < stop[one])
+    return seen
+
+
+def index_scores(queries: Queries, index_k: Tensor, rule: SparseRule) -> Tensor:
+    """Returns what the index gives each key, `[c, n]` in fp32 (fp64): the weighted sum over its heads."""
+    by_head = _by_head(queries.index_q, index_k)
+    if rule.has_relu:
+        by_head.relu_()
+    return (queries.index_weights.to(by_head.dtype).unsqueeze(1) @ by_head).squeeze(1)
+
+
+def pick(scores: Tensor, visible: Tensor, topk: int) -> Picked:
+    """Returns the `topk` visible keys with the largest scores; of equal ones the first, on every machine.
+
+    Fewer where a query sees fewer.
+    """
+    count = min(topk, scores.shape[1])
+    scores = scores.masked_fill(~visible, -torch.inf)
+    least = scores.topk(count, dim=1, sorted=True).values[:, -1:]
+    above, level = scores > least, (scores == least) & visible
+    room = count - above.sum(dim=1, keepdim=True)
+    chosen = above | (level & (level.cumsum(dim=1) <= room))
+    places = torch.where(
+        chosen, chosen.cumsum(dim=1) - 1, count
+    )  # the last place is for all others
+    keys = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+    found = keys.new_zeros(len(scores), count + 1).scatter_(1, places, keys)[:, :count]
+    places = torch.arange(count, device=scores.device)
+    return Picked(found, places < chosen.sum(dim=1, keepdim=True))
+
+
+def attend_to_picked(
+    queries: Queries, keys: Keys, intervals: Tensor, rule: SparseRule
+) -> tuple[Tensor, Tensor, Picked]:
+    """Returns out `[c, N, V]` and the divergence `[c]` of the index from attention, fp32 (fp64), and what was picked.
+
+    The divergence is KL(attention, averaged over heads || softmax of the index's scores); 0 without `rule.loss`.
+    """
+    visible = visible_keys(intervals, len(keys.latent))
+    scores = index_scores(queries, keys.index_k, rule)
+    picked = pick(scores, visible, rule.topk)
+    selected = keys.latent[picked.keys]
+    weights = _softmax(_logits(queries.q, selected, rule), picked.is_any.unsqueeze(1))
+    out = _product(weights, selected[..., : rule.value_dim], queries.q.dtype)
+    # A score that is no number picks nothing; it must not look like a query without keys.
+    out.masked_fill_(scores.isnan().any(dim=1)[:, None, None], torch.nan)
+    if rule.loss is None:
+        return out, out.new_zeros(len(out)), picked
+    if rule.loss == "picked":
+        scores, seen = scores.gather(1, picked.keys), picked.is_any
+    else:
+        seen = visible
+        weights = _softmax(_logits(queries.q, keys.latent, rule), seen.unsqueeze(1))
+    target, guess = _target(weights, rule), _log_softmax(scores, seen)
+    return out, (torch.xlogy(target, target) - target * guess).sum(dim=1), picked
+
+
+class ChunkGradients(NamedTuple):
+    """Gradients of one chunk: of its queries, and of the keys that `attend_to_picked` was given."""
+
+    queries: Queries
+    keys: Keys
+
+
+def gradients_of_picked(
+    queries: Queries,
+    keys: Keys,
+    intervals: Tensor,
+    picked: Picked,
+    given: tuple[Tensor, Tensor],
+    rule: SparseRule,
+) -> ChunkGradients:
+    """Returns the gradients, given those of out and divergence; what is not kept is computed again.
+
+    Attention has no gradient through the choice of keys, and the index none but that of the divergence. All are fp32
+    (fp64).
+    """
+    d_out, d_divergence = given
+    selected, dtype = keys.latent[picked.keys], queries.q.dtype
+    weights = _softmax(_logits(queries.q, selected, rule), picked.is_any.unsqueeze(1))
+    values = selected[..., : rule.value_dim]
+    d_weights = _product(d_out, values.transpose(1, 2), dtype)
+    d_logits = weights * (d_weights - (weights * d_weights).sum(dim=2, keepdim=True)) * rule.scale
+    d_q = _product(d_logits, selected, dtype)
+    d_selected = _product(d_logits.transpose(1, 2), queries.q, dtype)
+    d_selected[..., : rule.value_dim] += _product(weights.transpose(1, 2), d_out, dtype)
+    d_latent = d_selected.new_zeros(keys.latent.shape)
+    _add_rows(d_latent, picked.keys, d_selected)
+    if rule.loss is None:
+        nothing = (torch.zeros_like(x, dtype=d_q.dtype) for x in (*queries[1:], keys.index_k))
+        d_index_q, d_index_weights, d_index_k = nothing
+        return ChunkGradients(Queries(d_q, d_index_q, d_index_weights), Keys(d_latent, d_index_k))
+    index_keys = keys.index_k[picked.keys]
+    if rule.loss == "picked":
+        seen, by_head = picked.is_any, _by_head(queries.index_q, index_keys)
+    else:
+        seen, by_head = (
+            visible_keys(intervals, len(keys.latent)),
+            _by_head(queries.index_q, keys.index_k),
+        )
+        weights = _softmax(_logits(queries.q, keys.latent, rule), seen.unsqueeze(1))
+    counted = by_head.relu() if rule.has_relu else by_head
+    head_weights = queries.index_weights.to(by_head.dtype)
+    scores = (head_weights.unsqueeze(1) @ counted).squeeze(1)
+    guess = _softmax(scores, seen)
+    d_scores = (guess - _target(weights, rule)) * d_divergence.unsqueeze(1)
+    d_index_weights = (counted @ d_scores.unsqueeze(2)).squeeze(2)
+    d_by_head = head_weights.unsqueeze(2) * d_scores.unsqueeze(1)
+    if rule.has_relu:
+        d_by_head.masked_fill_(by_head <= 0, 0)
+    d_index_k = d_by_head.new_zeros(keys.index_k.shape)
+    if rule.loss == "picked":
+        d_index_q = _product(d_by_head, index_keys, dtype)
+        d_rows = _product(d_by_head.transpose(1, 2), queries.index_q, dtype)
+        _add_rows(d_index_k, picked.keys, d_rows)
+    else:
+        flat = d_by_head.flatten(0, 1)
+        d_index_q = _product(flat, keys.index_k, dtype).view(queries.index_q.shape)
+        d_index_k += _product(flat.t(), queries.index_q.flatten(0, 1), dtype)
+    return ChunkGradients(Queries(d_q, d_index_q, d_index_weights), Keys(d_latent, d_index_k))
+
+
+def _by_head(index_queries: Tensor, index_keys: Tensor) -> Tensor:
+    """Returns the products of each head of the index, `[c, J, n]`; keys are `[n, I]`, or `[c, n, I]` of each query."""
+    if index_keys.dim() == 3:
+        return _product(index_queries, index_keys.transpose(1, 2), index_queries.dtype)
+    flat = _product(index_queries.flatten(0, 1), index_keys.t(), index_queries.dtype)
+    return flat.view(*index_queries.shape[:2], -1)
+
+
+def _logits(q: Tensor, latent: Tensor, rule: SparseRule) -> Tensor:
+    """Returns the scaled logits `[c, N, n]` of keys `[n, L]`, or `[c, n, L]` of each query."""
+    if latent.dim() == 3:
+        return _product(q, latent.transpose(1, 2), q.dtype) * rule.scale
+    return (_product(q.flatten(0, 1), latent.t(), q.dtype) * rule.scale).view(*q.shape[:2], -1)
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `a @ b` in fp32 (fp64). On a GPU 16-bit inputs, of `dtype`, are multiplied as such: its tensor cores."""
+    exact = accumulation_dtype(dtype)
+    if a.device.type == "cuda" and exact != dtype:
+        multiply = torch.bmm if a.dim() == 3 else torch.mm
+        return multiply(a.to(dtype).contiguous(), b.to(dtype), out_dtype=exact)
+    return a.to(exact) @ b.to(exact)
+
+
+def _softmax(logits: Tensor, seen: Tensor) -> Tensor:
+    """Returns the softmax over what is seen; zero in a row that sees nothing."""
+    return logits.masked_fill(~seen, -torch.inf).softmax(dim=-1).masked_fill(~seen, 0)
+
+
+def _log_softmax(scores: Tensor, seen: Tensor) -> Tensor:
+    """Returns its logarithm; zero where nothing is seen."""
+    return scores.masked_fill(~seen, -torch.inf).log_softmax(dim=-1).masked_fill(~seen, 0)
+
+
+def _target(weights: Tensor, rule: SparseRule) -> Tensor:
+    """Returns attention averaged over all heads, `[c, n]`, adding up to 1. Collective over the ranks of heads."""
+    total = weights.sum(dim=1)
+    if rule.head_group is not None:
+        dist.all_reduce(total, group=rule.head_group)
+    whole = total.sum(dim=1, keepdim=True)
+    return total / torch.where(whole > 0, whole, 1)
+
+
+def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Adds `values` `[c, k, ...]` to these rows of `total`, in one order each time."""
+    index, flat = rows.flatten(), values.flatten(0, 1)
+    if total.device.type == "cuda":
+        total.index_put_((index,), flat, accumulate=True)  # sorts, where index_add_ would race
+    else:
+        total.index_add_(0, index, flat)

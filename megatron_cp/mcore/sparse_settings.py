@@ -1,0 +1,73 @@
+"""Settings of DeepSeek's sparse attention (DSA), read once: Megatron's TransformerConfig or parsed arguments.
+
+Both have the same names. Some are of versions of Megatron-Core after 0.16.1: arguments say them all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SPARSE = "dsa"
+"""Megatron's name of the attention variant."""
+
+NEEDED = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+
+LATER = {
+    "dsa_indexer_rope_interleaved": False,
+    "dsa_indexer_scoring_relu": True,
+    "dsa_indexer_k_norm_epsilon": None,
+}
+"""Settings that 0.16.1 has no fields for, with their defaults."""
+
+# name -> what it must be, and what to do.
+_NOT_SERVED: dict[str, tuple[Any, str]] = {
+    "window_size": (None, "train a model without windows"),
+    "softmax_type": ("vanilla", "train a model without attention sinks"),
+    "attention_dropout": (0.0, "give --attention-dropout 0 (another regularisation)"),
+    "qk_clip": (False, "leave it out (other steps)"),
+    "log_max_attention_logit": (False, "leave it out"),
+    "dsa_indexer_topk_freq": (
+        1,
+        "its layers share what is picked; train a model whose layers each pick",
+    ),
+    "dsa_indexer_k_norm_fp32": (False, "leave it out (other rounding)"),
+}
+
+
+def is_sparse(settings: Any) -> bool:
+    """Returns whether every layer attends to keys that an index picks."""
+    return getattr(settings, "experimental_attention_variant", None) == SPARSE
+
+
+def check_sparse(settings: Any) -> None:
+    """Returns if the sparse attention that settings ask for can be built.
+
+    Raises:
+        NotImplementedError: for a setting that it does not honour.
+        ValueError: for sizes that are missing or do not fit together.
+    """
+    if not getattr(settings, "multi_latent_attention", False):
+        raise NotImplementedError(
+            "experimental_attention_variant='dsa' without multi_latent_attention is not served: keys are picked among "
+            "latent rows; give --multi-latent-attention"
+        )
+    if not settings.q_lora_rank:
+        raise ValueError(
+            "experimental_attention_variant='dsa' needs q_lora_rank: the index reads compressed queries; give it"
+        )
+    for name in NEEDED:
+        value = getattr(settings, name, None)
+        if value is None or value < 1:
+            raise ValueError(f"{name}={value} must be positive with sparse attention; give it")
+    turning, width = settings.qk_pos_emb_head_dim, settings.dsa_indexer_head_dim
+    if width < turning:
+        raise ValueError(
+            f"dsa_indexer_head_dim={width} must be at least qk_pos_emb_head_dim={turning}: so many columns of the "
+            "index rotate; give that"
+        )
+    for name, (wanted, advice) in _NOT_SERVED.items():
+        value = getattr(settings, name, wanted)
+        if (value or wanted) != wanted:
+            raise NotImplementedError(
+                f"{name}={value!r} with experimental_attention_variant='dsa' is not served: {advice}"
+            )

@@ -1,0 +1,260 @@
+"""Sparse attention over a whole context: an index picks the keys of each query, wherever they are.
+
+    own latent rows, index keys -> to every rank whose queries may see them -> picked and attended to there
+    gradients of received rows  -> home, in fp32, added rank by rank
+
+Which keys are picked depends on content alone, so a plan says what may be picked and where tokens lie; who computes is
+the owner of the query. Rows are received again in backward instead of kept. Source: DeepSeek-V3.2, section 2.1.
+"""
+
+# T rows of this rank, R keys that it holds; N heads of L columns, J heads of the index with I columns
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.attn.eager import eager
+from megatron_cp.attn.options import accumulation_dtype, as_number
+from megatron_cp.attn.sparse import (
+    IndexLoss,
+    Keys,
+    Picked,
+    Queries,
+    SparseRule,
+    attend_to_picked,
+    gradients_of_picked,
+)
+from megatron_cp.plan import AttentionPlan
+from megatron_cp.runtime.linear_attention import check_tensors
+from megatron_cp.runtime.session import check_plan, open_session
+from megatron_cp.runtime.sparse_layout import SparseLayout, sparse_layout
+
+MOST_BYTES = 1 << 28
+"""Of scores that are held at once; a choice, not measured on a GPU."""
+
+
+@eager
+def cp_sparse_attention(  # noqa: PLR0913  the public signature
+    q: Tensor,
+    latent: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    index_weights: Tensor,
+    plan: AttentionPlan,
+    group: dist.ProcessGroup | None,
+    *,
+    topk: int,
+    value_dim: int,
+    softmax_scale: float | None = None,
+    index_loss: IndexLoss | None = None,
+    index_relu: bool = True,
+    head_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns attention of this rank's queries to the keys that an index picks for them, and the index's divergence.
+
+    q `[T, N, L]`, latent `[T, L]` -> out `[T, N, value_dim]` in the input dtype. A latent row is the key of all heads;
+    its first `value_dim` columns are the value. Of the keys that the plan's mask lets a query see, it attends to the
+    `topk` with the largest
+
+        score(t, s) = sum_j index_weights[t, j] relu(index_q[t, j] . index_k[s])
+
+    index_q `[T, J, I]`, index_k `[T, I]`, index_weights `[T, J]`; of equal scores the earlier key is taken. A query
+    that sees fewer attends to all. Queries without keys, and padding rows, give 0 and zero gradients.
+
+    The second result, fp32 `[T]` (fp64 for fp64 inputs), is KL(p || softmax(score)) of each query, where p is its
+    attention averaged over heads: over the picked keys with `index_loss="picked"`, over all that it sees with
+    "visible", 0 without. The index has gradients through it alone, attention through the first result alone.
+    `head_group` are ranks that hold other heads of the same queries: p is averaged over theirs too.
+
+    Products and sums are fp32 (fp64); gradients of rows travel in fp32. On a GPU 16-bit inputs are multiplied in 16
+    bits and summed in fp32; **it has never run on one**. Rounding decides between scores that are nearly equal, so
+    results may differ where sizes of chunks do.
+
+    Collective over `group` (None for cp_size 1) and, with a loss, `head_group`, forward and backward: every rank calls
+    it with the same plan, dtypes, options and wish for gradients.
+
+    Source: DeepSeek-V3.2 (2025), section 2.1.
+
+    Raises:
+        ValueError, TypeError: wrong input, before any collective.
+        NotImplementedError: for a plan of cross attention.
+        PlanMismatchError: on every rank, when the ranks' plans or calls differ.
+    """
+    check_plan(plan)
+    tensors = {
+        "q": q,
+        "latent": latent,
+        "index_q": index_q,
+        "index_k": index_k,
+        "index_weights": index_weights,
+    }
+    check_tensors({**tensors})
+    if plan.key_tokens is not None:
+        raise NotImplementedError(
+            "the plan is one of cross attention; an index picks among the tokens of one pack: plan self-attention"
+        )
+    _check_shapes(tensors, plan.tokens_per_rank, topk, value_dim)
+    if index_loss not in (None, "picked", "visible"):
+        raise ValueError(f"index_loss={index_loss!r} must be 'picked', 'visible' or None")
+    scale = (
+        1 / math.sqrt(q.shape[-1])
+        if softmax_scale is None
+        else as_number("softmax_scale", softmax_scale)
+    )
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale={softmax_scale} must be finite; pass None for 1/sqrt(L)")
+    if head_group is not None and head_group.size() == 1:
+        head_group = None
+    rule = SparseRule(topk, value_dim, scale, index_loss, index_relu, head_group)
+    wants = [x.requires_grad and torch.is_grad_enabled() for x in tensors.values()]
+    shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors.values())
+    settings = (topk, value_dim, scale, index_loss, index_relu)
+    call = f"sparse attention {shapes} {wants} {settings}"
+    session = open_session(plan, group, q.device, call)
+    rank = 0 if group is None else dist.get_rank(group)
+    layout = sparse_layout(plan, rank, q.device).here()
+    result: tuple[Tensor, Tensor] = _SparseAttention.apply(
+        *tensors.values(), _Call(rule, layout, session.group)
+    )
+    return result
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is no tensor of a call."""
+
+    rule: SparseRule
+    layout: SparseLayout
+    group: dist.ProcessGroup | None
+
+    def hold(self, latent: Tensor, index_k: Tensor) -> Keys:
+        """Returns the keys that this rank's queries may see, in the order of tokens. Collective."""
+        own = torch.cat([latent, index_k], dim=1)
+        held = own
+        if self.layout.exchange.is_needed:
+            assert self.group is not None, "a plan for one rank moves nothing"
+            held = torch.cat([own, self.layout.exchange.send(own, self.group).wait()])
+        held = held.index_select(0, self.layout.held)
+        return Keys(*held.split([latent.shape[1], index_k.shape[1]], dim=1))
+
+    def bring_home(self, gradients: Keys, num_rows: int) -> Keys:
+        """Returns the gradients of own rows, given those of the keys held here, from all ranks. Collective."""
+        exchange, widths = self.layout.exchange, [x.shape[1] for x in gradients]
+        flat = torch.cat(list(gradients), dim=1)
+        held = flat.new_zeros(num_rows + sum(exchange.recv_splits), flat.shape[1])
+        held.index_copy_(0, self.layout.held, flat)
+        own = held[:num_rows]
+        if exchange.is_needed:
+            assert self.group is not None
+            back = exchange.send_back(held[num_rows:], self.group).wait()
+            own = own + exchange.summed(back, num_rows)
+        return Keys(*own.split(widths, dim=1))
+
+    def chunks(self, queries: Queries) -> Any:
+        """Returns the chunks in which pairs are looked at."""
+        heads = queries.index_q.shape[1]
+        if self.rule.loss == "visible":
+            heads += queries.q.shape[1]
+        size = accumulation_dtype(queries.q.dtype).itemsize
+        return self.layout.chunks(2 * heads * size, MOST_BYTES)
+
+
+class _SparseAttention(torch.autograd.Function):
+    """Keeps own rows and what was picked; receives rows again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        *tensors, call = given
+        q, latent, index_q, index_k, index_weights = tensors
+        held, layout = call.hold(latent, index_k), call.layout
+        queries = Queries(*(x.index_select(0, layout.rows) for x in (q, index_q, index_weights)))
+        exact = accumulation_dtype(q.dtype)
+        outs = q.new_zeros(len(layout.rows), q.shape[1], call.rule.value_dim)
+        divergence = q.new_zeros(len(layout.rows), dtype=exact)
+        picked: list[Picked] = []
+        for rows, keys in call.chunks(queries):
+            if keys.start == keys.stop:
+                continue
+            intervals = layout.intervals[:, :, rows] - keys.start
+            out, divergence[rows], found = attend_to_picked(
+                queries.part(rows), held.part(keys), intervals, call.rule
+            )
+            outs[rows] = out.to(q.dtype)
+            picked.append(Picked(found.keys.int(), found.is_any))
+        ctx.call, ctx.picked = call, picked
+        ctx.save_for_backward(*tensors)
+        whole = q.new_zeros(len(q), *outs.shape[1:])
+        return (
+            whole.index_copy_(0, layout.rows, outs),
+            divergence.new_zeros(len(q)).index_copy_(0, layout.rows, divergence),
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor, d_divergence: Tensor) -> tuple[Tensor | None, ...]:
+        q, latent, index_q, index_k, index_weights = ctx.saved_tensors
+        call, layout = ctx.call, ctx.call.layout
+        held, exact = call.hold(latent, index_k), accumulation_dtype(q.dtype)
+        own = (q, index_q, index_weights)
+        queries = Queries(*(x.index_select(0, layout.rows) for x in own))
+        d_out, d_divergence = (x.index_select(0, layout.rows) for x in (d_out, d_divergence))
+        d_queries = Queries(*(torch.zeros_like(x, dtype=exact) for x in queries))
+        d_held = Keys(*(torch.zeros_like(x, dtype=exact) for x in held))
+        picked = iter(ctx.picked)
+        for rows, keys in call.chunks(queries):
+            if keys.start == keys.stop:
+                continue
+            found = next(picked)
+            gradients = gradients_of_picked(
+                *(queries.part(rows), held.part(keys)),
+                layout.intervals[:, :, rows] - keys.start,
+                Picked(found.keys.long(), found.is_any),
+                (d_out[rows], d_divergence[rows]),
+                call.rule,
+            )
+            for total, part in zip(d_queries, gradients.queries, strict=True):
+                total[rows] = part
+            for total, part in zip(d_held, gradients.keys, strict=True):
+                total[keys] += part
+        d_latent, d_index_k = call.bring_home(d_held, len(latent))
+        d_own = (
+            x.new_zeros(len(q), *x.shape[1:]).index_copy_(0, layout.rows, x) for x in d_queries
+        )
+        d_q, d_index_q, d_index_weights = d_own
+        found = (d_q, d_latent, d_index_q, d_index_k, d_index_weights)
+        cast = (x.to(like.dtype) for x, like in zip(found, ctx.saved_tensors, strict=True))
+        return (*cast, None)
+
+
+def _check_shapes(tensors: dict[str, Tensor], num_rows: int, topk: int, value_dim: int) -> None:
+    dims = {"q": 3, "latent": 2, "index_q": 3, "index_k": 2, "index_weights": 2}
+    for name, x in tensors.items():
+        if x.dim() != dims[name] or x.shape[0] != num_rows or not all(x.shape[1:]):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, it must have {dims[name]} dimensions and the {num_rows} rows that "
+                "the plan gives every rank; dispatch(x, plan, group) makes the local rows"
+            )
+    q, latent, index_q, index_k, weights = tensors.values()
+    if latent.shape[1] != q.shape[2] or index_k.shape[1] != index_q.shape[2]:
+        raise ValueError(
+            f"rows of latent and index_k are {latent.shape[1]} and {index_k.shape[1]} wide, heads of q and index_q "
+            f"{q.shape[2]} and {index_q.shape[2]}; they must be equal: bring queries into the space of latent rows"
+        )
+    if weights.shape[1] != index_q.shape[1]:
+        raise ValueError(
+            f"index_weights has {weights.shape[1]} columns, index_q {index_q.shape[1]} heads; give one weight a head"
+        )
+    if len({x.dtype for x in tensors.values()}) > 1:
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in tensors.items())
+        raise ValueError(f"dtypes {dtypes} must be equal; cast them to one of them")
+    for name, value, most in (("topk", topk, None), ("value_dim", value_dim, latent.shape[1])):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive integer")
+        if most is not None and value > most:
+            raise ValueError(
+                f"{name}={value} must be at most the {most} columns of latent; give that"
+            )
