@@ -61,7 +61,7 @@ class Keys(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """The keys of each query, in order: `[c, k]` of n, and which of them are any."""
+    """The keys of each query, in order: `[c, k]` of n, and which of them are any; the others are its first again."""
 
     keys: Tensor
     is_any: Tensor
@@ -88,7 +88,7 @@ def index_scores(queries: Queries, index_k: Tensor, rule: SparseRule) -> Tensor:
 def pick(scores: Tensor, visible: Tensor, topk: int) -> Picked:
     """Returns the `topk` visible keys with the largest scores; of equal ones the first, on every machine.
 
-    Fewer where a query sees fewer.
+    Fewer where a query sees fewer; it sees one at least.
     """
     count = min(topk, scores.shape[1])
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -101,8 +101,8 @@ def pick(scores: Tensor, visible: Tensor, topk: int) -> Picked:
     )  # the last place is for all others
     keys = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
     found = keys.new_zeros(len(scores), count + 1).scatter_(1, places, keys)[:, :count]
-    places = torch.arange(count, device=scores.device)
-    return Picked(found, places < chosen.sum(dim=1, keepdim=True))
+    is_any = torch.arange(count, device=scores.device) < chosen.sum(dim=1, keepdim=True)
+    return Picked(torch.where(is_any, found, found[:, :1]), is_any)
 
 
 def attend_to_picked(
@@ -119,7 +119,7 @@ def attend_to_picked(
     weights = _softmax(_logits(queries.q, selected, rule), picked.is_any.unsqueeze(1))
     out = _product(weights, selected[..., : rule.value_dim], queries.q.dtype)
     # A score that is no number picks nothing; it must not look like a query without keys.
-    out.masked_fill_(scores.isnan().any(dim=1)[:, None, None], torch.nan)
+    out.masked_fill_((scores.isnan() & visible).any(dim=1)[:, None, None], torch.nan)
     if rule.loss is None:
         return out, out.new_zeros(len(out)), picked
     if rule.loss == "picked":

@@ -177,8 +177,6 @@ class _SparseAttention(torch.autograd.Function):
         divergence = q.new_zeros(len(layout.rows), dtype=exact)
         picked: list[Picked] = []
         for rows, keys in call.chunks(queries):
-            if keys.start == keys.stop:
-                continue
             intervals = layout.intervals[:, :, rows] - keys.start
             out, divergence[rows], found = attend_to_picked(
                 queries.part(rows), held.part(keys), intervals, call.rule
@@ -206,8 +204,6 @@ class _SparseAttention(torch.autograd.Function):
         d_held = Keys(*(torch.zeros_like(x, dtype=exact) for x in held))
         picked = iter(ctx.picked)
         for rows, keys in call.chunks(queries):
-            if keys.start == keys.stop:
-                continue
             found = next(picked)
             gradients = gradients_of_picked(
                 *(queries.part(rows), held.part(keys)),

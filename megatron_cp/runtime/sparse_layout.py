@@ -30,17 +30,17 @@ class SparseLayout:
     """What one rank must know."""
 
     rows: Tensor
-    """Own rows that hold tokens, in the order of tokens: int64 `[t]`."""
+    """Own rows of tokens that see a key, in the order of tokens: int64 `[t]`."""
     exchange: RowExchange
     held: Tensor
     """Keys in the order of tokens, as rows of [own | received]: int64 `[R]`."""
     intervals: Tensor
-    """Keys that each own token sees, as m intervals of those held, `[m, 2, t]`; unused ones are empty."""
+    """Keys that each of them sees, as m intervals of those held, `[m, 2, t]`; unused ones are empty."""
     reach: IntArray
-    """From the first to behind the last key that each own token sees, `[2, t]`; both 0 where it sees none."""
+    """From the first to behind the last key that each of them sees, `[2, t]`."""
 
     def chunks(self, bytes_of_pair: int, most_bytes: int) -> Iterator[tuple[slice, slice]]:
-        """Yields own tokens, and the keys that any of them sees: few enough that their pairs take `most_bytes`.
+        """Yields these tokens and the keys that any of them sees, so few at a time that pairs take `most_bytes`.
 
         One token is never cut.
         """
@@ -51,10 +51,7 @@ class SparseLayout:
         while waiting:
             begin, end = waiting.pop()
             first, stop = self.reach[:, begin:end]
-            is_any = first < stop
-            keys = slice(0, 0)
-            if is_any.any():
-                keys = slice(int(first[is_any].min()), int(stop[is_any].max()))
+            keys = slice(int(first.min()), int(stop.max()))
             num_rows = end - begin
             if num_rows > 1 and num_rows * (keys.stop - keys.start) * bytes_of_pair > most_bytes:
                 middle = begin + num_rows // 2
@@ -76,10 +73,12 @@ def sparse_layout(plan: AttentionPlan, rank: int, device: torch.device) -> Uploa
     place = np.where(owner == rank, row, 0)[wanted]
     place[arriving] = plan.tokens_per_rank + np.arange(len(arriving))
     intervals, reach = _intervals(plan.mask.gather(from_indices(tokens[rank]), needed[rank]))
-    own_rows, held = row[tokens[rank]], place[reader == rank]
+    sees = reach[0] < reach[1]
+    own_rows, held = row[tokens[rank]][sees], place[reader == rank]
+    intervals = np.ascontiguousarray(intervals[:, :, sees])
     layout = SparseLayout(
         *(torch.from_numpy(own_rows), exchange, torch.from_numpy(held)),
-        *(torch.from_numpy(intervals), reach),
+        *(torch.from_numpy(intervals), reach[:, sees]),
     )
     return upload(layout, device)
 
