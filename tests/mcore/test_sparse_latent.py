@@ -90,9 +90,9 @@ def build_layer(case: Case, **later):
 
 def run_layer(rank, world_size, case: Case, planner: str, later=()):
     """(plan, output rows, gradient rows, weights, gradients of weights, the loss logged) of this rank."""
-    from megatron_cp.mcore.indexer import IndexerLoss
-
     with parallel_state(case):
+        from megatron_cp.mcore.indexer import IndexerLoss
+
         layer = build_layer(case, **dict(later))
         IndexerLoss.scale = IndexerLoss.total = None
         cp, tp = layer.pg_collection.cp, layer.pg_collection.tp
