@@ -125,27 +125,16 @@ def show(save: Path, report: Any) -> None:
         print(f"left behind: {name}")
 
 
-# Of latent attention's YaRN: Megatron-LM has no flags for these, and Megatron-Core these values.
-_WITHOUT_FLAG = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
-
-
 def training_flags(arguments: dict[str, Any]) -> list[str]:
     """Returns the model's flags for pretrain_gpt.py. Raises ValueError for what it has no flag for."""
     from megatron_cp.training.arguments import flags_of
 
-    for name, default in _WITHOUT_FLAG.items():
-        if arguments.get(name, default) != default:
-            raise ValueError(
-                f"the checkpoint is written, but pretrain_gpt.py cannot train it: it has no flag for {name}="
-                f"{arguments[name]} and would take {default}; set it in code (MLATransformerConfig)"
-            )
     if not isinstance(arguments.get("rotary_base", 0), int):
         raise ValueError(
             f"the checkpoint is written, but pretrain_gpt.py cannot train it: --rotary-base takes whole numbers, and "
             f"the model has {arguments['rotary_base']}; set it in code (rotary_base of GPTModel)"
         )
-    left = ("padded_vocab_size", *_WITHOUT_FLAG)
-    model = {name: value for name, value in arguments.items() if name not in left}
+    model = {name: value for name, value in arguments.items() if name != "padded_vocab_size"}
     return flags_of({**model, "attention_dropout": 0.0, "hidden_dropout": 0.0})
 
 

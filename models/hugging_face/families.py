@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_cp.models.hugging_face import expert_settings as experts
 from megatron_cp.models.hugging_face import rope_settings as rope
 from megatron_cp.models.hugging_face import settings as s
@@ -353,6 +355,8 @@ DEEPSEEK_V3 = Family(
         "rms_norm_eps": (1e-6,),
     },
 )
+# Published under a name of its own, so that programs tell it from DeepSeek-V3; transformers has no class for the name.
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -371,6 +375,7 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         GPT_OSS,
         DEEPSEEK_V3,
+        KIMI_K2,
         NEMOTRON_H,
     )
 }

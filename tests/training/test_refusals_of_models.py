@@ -252,6 +252,7 @@ NOTED = {
     "--kv-lora-rank 16": "--multi-latent-attention",
     "--rope-type yarn": "--multi-latent-attention",
     "--yarn-beta-fast 8": "--position-embedding-type yarn",
+    "--beta-fast 1": "--multi-latent-attention with --rope-type yarn",
     "--mscale 0.5": "--position-embedding-type yarn",
     "--rope-scaling-factor=4": "--use-rope-scaling",
     "--finetune": "--load",
@@ -306,6 +307,17 @@ def test_flags_with_what_they_belong_to_are_no_notes():
     )
     assert parse(*SMALL_RUN, *of_a_run.split()).notes == ()
     assert parse(*SMALL_RUN, *YARN.split(), "--yarn-beta-fast", "8", "--mscale", "1").notes == ()
+    of_latent = [
+        *OF_LATENT,
+        LATENT,
+        "--beta-slow",
+        "0.5",
+        "--original-max-position-embeddings",
+        "8",
+    ]
+    notes = parse(*of_latent).notes
+    assert [*notes] == [*parse(*OF_LATENT, LATENT).notes]
+    assert len(parse(*of_latent, "--rope-type", "rope").notes) == len(notes) + 2
 
 
 def test_plain_models_tell_what_gates_groups_and_rotation_would_need():

@@ -82,6 +82,9 @@ MODEL_TABLE = """
 --rotary-scaling-factor float 1.0 | YaRN's factor
 --mscale float 1.0 | YaRN's scale of scores
 --mscale-all-dim float 0.0 | YaRN's scale of all dimensions
+--beta-fast float 32.0 | upper bound of rotations of latent attention's YaRN
+--beta-slow float 1.0 | its lower bound
+--original-max-position-embeddings int 4096 | positions before it
 --yarn-original-max-position-embeddings int - | positions before YaRN
 --yarn-beta-fast float - | YaRN's upper bound of rotations
 --yarn-beta-slow float - | YaRN's lower bound of rotations

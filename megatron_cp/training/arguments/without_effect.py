@@ -78,6 +78,11 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
         "--multi-latent-attention",
     ),
     (
+        "--beta-fast --beta-slow --original-max-position-embeddings",
+        lambda a: a.multi_latent_attention and a.rope_type != "rope",
+        "--multi-latent-attention with --rope-type yarn",
+    ),
+    (
         "--yarn-* --no-yarn-* --rotary-scaling-factor --mscale --mscale-all-dim",
         _has_yarn,
         "--position-embedding-type yarn",

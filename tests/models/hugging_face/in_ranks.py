@@ -159,6 +159,24 @@ def flags(rank: int, world_size: int, folder: Path) -> list[str]:
     return training_flags(with_stored_predictions(arguments, names, at, ()))
 
 
+def said_differently(rank: int, world_size: int, config: dict) -> list[str]:
+    """What Megatron's configuration has otherwise from the printed flags than from the converted arguments."""
+    enter_megatron()
+    from megatron_cp.models.gpt import transformer_config
+    from megatron_cp.models.hugging_face.config_file import arguments_of
+    from megatron_cp.training.arguments import parse_arguments
+    from tools.convert_checkpoint import training_flags
+
+    arguments = arguments_of(config)
+    run = ["--mock-data", "--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1"]
+    run += ["--vocab-size", str(config["vocab_size"]), "--lr", "0.1"]
+    parsed = parse_arguments([*training_flags(arguments), *run], {}).arguments
+    one, other = (vars(transformer_config(said)) for said in (arguments, parsed))
+    of_runs = {"use_cpu_initialization", "overlap_p2p_comm", "calculate_per_token_loss"}
+    of_runs |= {"init_method", "output_layer_init_method", "embedding_init_method"}
+    return [name for name in one if one[name] != other[name] and name not in of_runs]
+
+
 def load_and_save(rank: int, world_size: int, root: Path, saved: Path, case: Case) -> None:
     """Loads the converted model at this layout and saves it with megatron-core."""
     with parallel_state(case) as groups:

@@ -1,5 +1,6 @@
 """Published models: what their config.json says, and how many parameters they have."""
 
+from tests.models.hugging_face.more_published import MORE, PARAMETERS_OF_MORE
 from tests.models.hugging_face.published_hybrids import HYBRIDS
 
 # What decides the model in the published config.json of each, in the form in which it was published.
@@ -367,6 +368,7 @@ PUBLISHED = {
         "vocab_size": 129280,
     },
     **HYBRIDS,
+    **MORE,
 }
 # As published with the models; DeepSeek-V3, published as 671B, by the digits of its main model with
 # the biases of its routers.
@@ -387,4 +389,5 @@ PARAMETERS = {
     "DeepSeek-V3": 671_026_419_200,
     "Nemotron-H-8B": 8_100_852_736,
     "Nemotron-3-Nano-30B-A3B": 31_577_940_288,  # with the biases of its routers
+    **PARAMETERS_OF_MORE,
 }

@@ -108,7 +108,7 @@ def test_two_pipeline_stages_load_the_same_checkpoint(converted: Path, name: str
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen3_moe", "qwen3_5_moe", "glm4_moe", "mixtral", "gpt_oss", "deepseek_v3"),
+        *("qwen3_moe", "qwen3_5_moe", "glm4_moe", "mixtral", "gpt_oss", "deepseek_v3", "kimi_k2"),
         *("nemotron_h_moe", "nemotron_h_latent"),
     ],
 )
@@ -138,6 +138,9 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("deepseek_v3", {"rope_parameters": {"mscale_all_dim": 1.0}}),
         ("deepseek_v3", {"routed_scaling_factor": 2.4}),
         ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
+        ("kimi_k2", {"rope_parameters": {"beta_fast": 32.0}}),
+        ("kimi_k2", {"rope_parameters": {"beta_slow": 0.125}}),
+        ("kimi_k2", {"rope_parameters": {"original_max_position_embeddings": 64}}),
         ("nemotron_h_moe", {"routed_scaling_factor": 2.4}),
         ("nemotron_h_moe", {"n_group": 1, "topk_group": 1}),
     ],

@@ -15,8 +15,10 @@ from megatron_cp.models.hugging_face.config_file import (
 )
 from megatron_cp.models.hugging_face.refusal import ConversionError
 from megatron_cp.models.hugging_face.torch_dist_folder import under_our_names
-from tests.models.hugging_face.test_config_file import PUBLISHED
+from tests.models.hugging_face import in_ranks
+from tests.models.hugging_face.published import PUBLISHED
 from tests.models.hugging_face.tiny_models import make_tiny
+from tests.ranks import run_on_ranks
 from tools.convert_checkpoint import training_flags
 
 NANO = PUBLISHED["Nemotron-3-Nano-30B-A3B"]["hybrid_override_pattern"]
@@ -46,12 +48,23 @@ def test_what_a_family_means_by_what_is_not_said():
 def test_the_flags_of_a_published_model_are_told_and_what_has_none_is():
     arguments = arguments_of(PUBLISHED["DeepSeek-V3"])
     assert "--rotary-scaling-factor=40" in training_flags(arguments)
-    with pytest.raises(ValueError, match="no flag for beta_fast=16 and would take 32"):
-        training_flags({**arguments, "beta_fast": 16})
+    assert not [flag for flag in training_flags(arguments) if flag.startswith("--beta-")]
+    flags = training_flags(arguments_of(PUBLISHED["Kimi-K2-Instruct"]))
+    assert "--beta-fast=1.0" in flags
+    assert "--original-max-position-embeddings=512" in training_flags(
+        {**arguments, "original_max_position_embeddings": 512}
+    )
     with pytest.raises(
         ValueError, match=r"--rotary-base takes whole numbers, and the model has 12345\.5"
     ):
         training_flags(arguments_of({**PUBLISHED["Llama-3.1-8B"], "rope_theta": 12345.5}))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_flags_of_a_published_model_make_the_configuration_that_its_weights_were_compared_with(
+    name: str,
+):
+    assert run_on_ranks(1, in_ranks.said_differently, PUBLISHED[name]) == [[]]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ class Tiny:
     kind: str
     options: dict = field(default_factory=dict)
     is_dense: bool = False
+    model_type: str | None = None
+    """What config.json calls it, where transformers has no class of that name."""
 
 
 MODELS = {
@@ -232,6 +234,26 @@ MODELS = {
             "topk_group": 1,
         },
     ),
+    "kimi_k2": Tiny(
+        "DeepseekV3",
+        {
+            **_DEEPSEEK,
+            "n_shared_experts": 1,
+            "q_lora_rank": 24,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": {
+                **_YARN,
+                "rope_theta": 50000.0,
+                "beta_fast": 1.0,
+                "original_max_position_embeddings": 512,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+        model_type="kimi_k2",
+    ),
 }
 
 
@@ -258,6 +280,10 @@ def make_random(module: torch.nn.Module, seed: int) -> None:
 def save_tiny(name: str, folder: Path, *, max_shard_size: str = "5GB") -> Path:
     """A Hugging Face folder of the model, with files that stand for a tokenizer's."""
     make_tiny(name).save_pretrained(folder, max_shard_size=max_shard_size)
+    path, model_type = folder / "config.json", MODELS[name].model_type
+    if model_type is not None:
+        content = json.loads(path.read_text(encoding="utf-8")) | {"model_type": model_type}
+        path.write_text(json.dumps(content), encoding="utf-8")
     (folder / "tokenizer.json").write_text('{"version": "1.0"}\n', encoding="utf-8")
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 256}', encoding="utf-8")
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
