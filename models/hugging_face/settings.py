@@ -241,16 +241,17 @@ UNROTATED_LAYERS = Setting(
 )
 
 
-def switch(key: str, argument: str) -> Setting:
-    """Returns a switch that both sides have; it is off where config.json is silent."""
+def switch(key: str, argument: str, default: bool = False) -> Setting:
+    """Returns a switch that both sides have; `default` where config.json is silent."""
     return Setting(
         keys=(key,),
-        to_arguments=lambda config: {argument: bool(config.get(key))},
+        to_arguments=lambda config: {argument: bool(config.get(key, default))},
         to_config=lambda arguments: {key: arguments[argument]},
     )
 
 
 QKV_BIASES = switch("attention_bias", "add_qkv_bias")
+QKV_BIASES_UNLESS_SAID = switch("qkv_bias", "add_qkv_bias", True)
 QK_NORMS = switch("use_qk_norm", "qk_layernorm")
 
 

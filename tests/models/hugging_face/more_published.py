@@ -1,6 +1,31 @@
 """More published models, as in published.py; their parameters are counted by transformers, with biases of routers."""
 
 MORE = {
+    "Qwen1.5-MoE-A2.7B": {
+        "model_type": "qwen2_moe",
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "max_position_embeddings": 8192,
+        "max_window_layers": 21,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632,
+        "sliding_window": 32768,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
     "Kimi-K2-Instruct": {
         "model_type": "kimi_k2",
         "attention_bias": False,
@@ -49,5 +74,6 @@ MORE = {
     },
 }
 PARAMETERS_OF_MORE = {
+    "Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "Kimi-K2-Instruct": 1_026_408_232_448,
 }

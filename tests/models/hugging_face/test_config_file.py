@@ -198,6 +198,16 @@ def test_what_transformers_takes_for_granted_is_said():
         ("Mixtral-8x7B", {"sliding_window": 4096}, "sliding_window=4096"),
         ("Mixtral-8x7B", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
         ("Qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("Qwen1.5-MoE-A2.7B", {"use_sliding_window": True}, "use_sliding_window=True"),
+        (
+            "Qwen1.5-MoE-A2.7B",
+            {"layer_types": ["sliding_attention"] * 24},
+            "layer_types=['sliding_",
+        ),
+        ("Qwen1.5-MoE-A2.7B", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+        ("Kimi-K2-Instruct", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ("Kimi-K2-Instruct", {"n_group": 8, "topk_group": 1}, "=8 with topk_group=1"),
+        ("Kimi-K2-Instruct", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("Nemotron-H-8B", {"layers_block_type": ["mamba"] * 52}, "say other layers; correct one"),
         ("Nemotron-H-8B", {"num_hidden_layers": 51}, "num_hidden_layers=51"),
         (

@@ -88,7 +88,18 @@ def test_predictions_of_packed_documents_are_those_of_the_layers_parts(tmp_path:
 
 # Latent attention needs TransformerEngine's layers there: Megatron's local ones are refused.
 @pytest.mark.parametrize(
-    "name", ["llama3", "phi3", "qwen2", "qwen3", "mixtral", "qwen3_next", "qwen3_5", "nemotron_h"]
+    "name",
+    [
+        "llama3",
+        "phi3",
+        "qwen2",
+        "qwen2_moe_plain",
+        "qwen3",
+        "mixtral",
+        "qwen3_next",
+        "qwen3_5",
+        "nemotron_h",
+    ],
 )
 def test_two_tensor_parallel_ranks_load_the_same_checkpoint(converted: Path, name: str):
     assert_same_logits(converted, name, Case(tp=2))
@@ -108,7 +119,16 @@ def test_two_pipeline_stages_load_the_same_checkpoint(converted: Path, name: str
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen3_moe", "qwen3_5_moe", "glm4_moe", "mixtral", "gpt_oss", "deepseek_v3", "kimi_k2"),
+        *(
+            "qwen2_moe",
+            "qwen3_moe",
+            "qwen3_5_moe",
+            "glm4_moe",
+            "mixtral",
+            "gpt_oss",
+            "deepseek_v3",
+            "kimi_k2",
+        ),
         *("nemotron_h_moe", "nemotron_h_latent"),
     ],
 )
@@ -125,6 +145,8 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
         ("qwen3", {"rms_norm_eps": 1e-2}),
         ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen2_moe", {"norm_topk_prob": True}),
+        ("qwen2_moe", {"num_experts_per_tok": 3}),
         ("qwen3_next", {"norm_topk_prob": False}),
         ("qwen3_next", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
         ("qwen3_next", {"rms_norm_eps": 1e-2}),

@@ -24,6 +24,7 @@ RUN = shlex.split(
 LAYOUTS = {
     "llama3": (2, ["--tensor-model-parallel-size", "2"]),
     "qwen2": (1, []),
+    "qwen2_moe": (2, ["--context-parallel-size", "2", "--reset-attention-mask"]),
     "qwen3_5": (2, ["--tensor-model-parallel-size", "2"]),
     "qwen3_next": (2, ["--context-parallel-size", "2", "--reset-attention-mask"]),
     "nemotron_h": (2, ["--tensor-model-parallel-size", "2"]),
