@@ -48,6 +48,12 @@ MISTRAL = Family(
     constants=LLAMA_LIKE_BUT_WINDOWS,
     only=PLAIN | NO_BIAS | {"layer_types": (None,)},
 )
+MINISTRAL3 = replace(
+    MISTRAL,
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    settings=(*SHAPE, rope.MISTRAL_YARN, s.window_everywhere(None)),
+)
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
@@ -202,6 +208,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         LLAMA,
         MISTRAL,
+        MINISTRAL3,
         PHI3,
         SMOLLM3,
         QWEN2,

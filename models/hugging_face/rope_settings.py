@@ -168,7 +168,11 @@ def _yarn_from_config(config: Config) -> Arguments:
     theta, kind, said = _rope(config)
     if kind != "yarn":
         raise _unknown_rope(kind, "'yarn'")
-    _take(said, dict.fromkeys(_YARN, ()), kind)
+    return _yarn_arguments(theta, said)
+
+
+def _yarn_arguments(theta: float, said: dict[str, Any]) -> Arguments:
+    _take(said, dict.fromkeys(_YARN, ()), "yarn")
     said = Keys({"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True} | said)
     return {
         "position_embedding_type": "yarn",
@@ -189,6 +193,40 @@ YARN = Setting(
         "rope_scaling": {"rope_type": "yarn"}
         | {name: arguments[argument] for name, argument in _YARN.items()},
     },
+)
+
+
+_SCALED_QUERIES = "llama_4_scaling_beta"
+_MSCALES = ("mscale", "mscale_all_dim")
+
+
+def _mistral_yarn_from_config(config: Config) -> Arguments:
+    """Returns YaRN with its scale of angles, and beta, by which queries are scaled.
+
+    By 1 + beta ln(1 + floor(position / original length)): by 1 within the original length. Longer texts are not served.
+    """
+    theta, kind, said = _rope(config)
+    if kind != "yarn":
+        raise _unknown_rope(kind, "'yarn'")
+    beta = Keys(said)[_SCALED_QUERIES]
+    if isinstance(beta, bool) or not isinstance(beta, (int, float)):
+        raise ValueError(f"{_SCALED_QUERIES}={beta!r} in config.json must be a number; correct it")
+    scales = {name: said.get(name) for name in _MSCALES}
+    apart = (_SCALED_QUERIES, *_MSCALES, "max_position_embeddings")  # the last one is not read
+    arguments = _yarn_arguments(theta, {k: v for k, v in said.items() if k not in apart})
+    if all(scales.values()):  # transformers heeds both or none
+        arguments |= scales
+    return {**arguments, _SCALED_QUERIES: beta}
+
+
+def _mistral_yarn_to_config(arguments: Arguments) -> dict[str, Any]:
+    config = YARN.to_config(arguments)
+    scales = {name: arguments[name] for name in (*_MSCALES, _SCALED_QUERIES)}
+    return {**config, "rope_scaling": config["rope_scaling"] | scales}
+
+
+MISTRAL_YARN = Setting(
+    keys=_ROPE_KEYS, to_arguments=_mistral_yarn_from_config, to_config=_mistral_yarn_to_config
 )
 
 

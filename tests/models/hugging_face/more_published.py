@@ -1,6 +1,34 @@
 """More published models, as in published.py; their parameters are counted by transformers, with biases of routers."""
 
 MORE = {
+    "Ministral-3-8B-Base-2512": {  # its language model
+        "model_type": "ministral3",
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 131072,
+    },
     "Qwen1.5-MoE-A2.7B": {
         "model_type": "qwen2_moe",
         "attention_dropout": 0.0,
@@ -74,6 +102,7 @@ MORE = {
     },
 }
 PARAMETERS_OF_MORE = {
+    "Ministral-3-8B-Base-2512": 8_489_553_920,
     "Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "Kimi-K2-Instruct": 1_026_408_232_448,
 }

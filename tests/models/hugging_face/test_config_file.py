@@ -192,6 +192,7 @@ def test_what_transformers_takes_for_granted_is_said():
         ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),
         ("GLM-4.5-Air", {"norm_topk_prob": False}, "norm_topk_prob=False"),
         ("Mistral-7B-v0.1", {"layer_types": ["sliding_attention"] * 32}, "layer_types=['sliding_"),
+        ("Ministral-3-8B-Base-2512", {"layer_types": ["sliding_attention"] * 34}, "layer_types=["),
         ("phi-4", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "'longrope'"),
         ("SmolLM3-3B", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("SmolLM3-3B", {"no_rope_layers": [1, 1, 1, 0]}, "no_rope_layers of 4"),
@@ -246,6 +247,29 @@ def test_what_transformers_takes_for_granted_is_said():
 def test_what_a_family_does_not_serve_is_named(name: str, change: dict, said: str):
     with pytest.raises(ConversionError) as caught:
         arguments_of(PUBLISHED[name] | change)
+    assert len(caught.value.reasons) == 1
+    assert said in caught.value.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"llama_4_scaling_beta": None}, "llama_4_scaling_beta=None"),
+        ({"llama_4_scaling_beta": "REMOVE"}, "llama_4_scaling_beta is missing"),
+        ({"attention_factor": 1.5}, "attention_factor=1.5"),
+        ({"rope_type": "default", "type": "default"}, "rope_type='default'"),
+        (
+            {"original_max_position_embeddings": "REMOVE"},
+            "original_max_position_embeddings is missi",
+        ),
+    ],
+)
+def test_positions_of_ministral_that_are_not_served_are_named(change: dict, said: str):
+    published = PUBLISHED["Ministral-3-8B-Base-2512"]
+    positions = published["rope_parameters"] | change
+    kept = {key: value for key, value in positions.items() if value != "REMOVE"}
+    with pytest.raises(ConversionError) as caught:
+        arguments_of(published | {"rope_parameters": kept})
     assert len(caught.value.reasons) == 1
     assert said in caught.value.reasons[0]
 

@@ -108,7 +108,15 @@ def test_two_tensor_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama_tied", "smollm3", "qwen3_moe", "qwen3_5_moe", "gpt_oss", "deepseek_v3_plain"),
+        *(
+            "llama_tied",
+            "ministral3",
+            "smollm3",
+            "qwen3_moe",
+            "qwen3_5_moe",
+            "gpt_oss",
+            "deepseek_v3_plain",
+        ),
         "nemotron_h",
     ],
 )
@@ -141,6 +149,9 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
     [
         ("llama3", {"rope_parameters": {"factor": 4.0}}),
         ("mistral", {"sliding_window": 9}),
+        ("ministral3", {"rope_parameters": {"mscale_all_dim": 0.7}}),
+        ("ministral3", {"rope_parameters": {"mscale_all_dim": 0.0}}),
+        ("ministral3_unscaled", {"rope_parameters": {"factor": 8.0}}),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
         ("qwen3", {"rms_norm_eps": 1e-2}),

@@ -94,6 +94,35 @@ MODELS = {
     "llama_tied": Tiny("Llama", {"tie_word_embeddings": True}, is_dense=True),
     "mistral": Tiny("Mistral", {"head_dim": 32, "sliding_window": 8}, is_dense=True),
     "mistral_full": Tiny("Mistral", {"sliding_window": None}, is_dense=True),
+    "ministral3": Tiny(
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                **_YARN,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        is_dense=True,
+    ),
+    "ministral3_unscaled": Tiny(
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                **_YARN,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.0,
+                "llama_4_scaling_beta": 0.0,
+            },
+        },
+        is_dense=True,
+    ),
     "phi3": Tiny(
         "Phi3",
         {
