@@ -15,7 +15,6 @@ from megatron_cp.models.hugging_face.safetensors_folder import SafetensorsReader
 from megatron_cp.models.hugging_face.settings import Arguments
 from megatron_cp.models.hugging_face.torch_dist_folder import Stored, TorchDistReader
 
-IMAGES = "model.visual."
 # What a training run keeps beside the weights; it has no counterpart in a Hugging Face folder.
 _STATE_OF_A_RUN = (
     "optimizer.*",
@@ -29,9 +28,14 @@ _STATE_OF_A_RUN = (
 
 
 def check_sources(
-    infos: Mapping[str, TensorInfo], pieces: Sequence[Piece], leave_out: Sequence[str]
+    infos: Mapping[str, TensorInfo],
+    pieces: Sequence[Piece],
+    leave_out: Sequence[str],
+    of_images: Sequence[str] = (),
 ) -> tuple[dict[str, torch.dtype], list[str]]:
     """Returns (type by Megatron's key, names left out as asked) of a Hugging Face folder.
+
+    Names that begin as one of `of_images` are of tensors for images.
 
     Raises:
         ConversionError: listing every tensor that is missing, of another shape or type, or unknown.
@@ -68,11 +72,12 @@ def check_sources(
         for key, found in mixed.items()
     ]
     left, unknown = _sort_out(sorted(set(infos) - set(expected)), leave_out)
-    images = [name for name in unknown if name.startswith(IMAGES)]
+    images = [name for name in unknown if name.startswith(tuple(of_images))]
+    patterns = [f"{one}*" for one in of_images if any(name.startswith(one) for name in images)]
     if images:
         reasons.append(
-            f"{IMAGES}* ({len(images)} tensors) is for images, which are not trained here; give --leave-out "
-            f"'{IMAGES}*' to convert the language model alone"
+            f"{', '.join(patterns)} ({len(images)} tensors) is for images, which are not trained here; give "
+            f"--leave-out {' '.join(map(repr, patterns))} to convert the language model alone"
         )
     reasons += [
         f"{name} of shape {list(infos[name].shape)} is not part of this family's models; every "
@@ -111,11 +116,11 @@ def with_stored_predictions(
     return arguments
 
 
-def images_of(reader: SafetensorsReader) -> Specs:
+def images_of(reader: SafetensorsReader, of_images: Sequence[str]) -> Specs:
     """Returns shape and type of the tensors that are for images. Raises ConversionError for a type of none."""
     found = {}
     for name, info in reader.infos.items():
-        if name.startswith(IMAGES):
+        if name.startswith(tuple(of_images)):
             if isinstance(info.dtype, str):
                 raise refuse(f"{name} has type {info.dtype}; give an unquantised model")
             found[name] = (info.shape, info.dtype)

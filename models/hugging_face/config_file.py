@@ -41,14 +41,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _language_model_of(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the configuration of the language model, which of a model for images too is a part."""
-    family = next((f for f in FAMILIES.values() if f.wrapper == config.get("model_type")), None)
-    if family is None or family.wrapper is None:
+    model_type, inner = config.get("model_type"), config.get("text_config")
+    families = [f for f in FAMILIES.values() if f.wrapper and f.wrapper.model_type == model_type]
+    if not families:
         return config
-    inner = config.get("text_config")
-    if not isinstance(inner, dict) or inner.get("model_type") != family.model_type:
+    said = inner.get("model_type") if isinstance(inner, dict) else None
+    family = next((family for family in families if family.model_type == said), None)
+    if family is None or not isinstance(inner, dict):
         raise refuse(
-            f"model_type={family.wrapper!r} in config.json must have a text_config of model_type="
-            f"{family.model_type!r}; download it again"
+            f"model_type={model_type!r} in config.json must have a text_config of model_type="
+            f"{' or '.join(repr(family.model_type) for family in families)}; convert one of these"
         )
     of_both = {"dtype", "torch_dtype", "quantization_config", "tie_word_embeddings"}
     outer = {key: value for key, value in config.items() if key in of_both}

@@ -36,7 +36,6 @@ from megatron_cp.models.hugging_face.refusal import ConversionError, refuse
 from megatron_cp.models.hugging_face.rows import LAYERS, PREDICTIONS, Piece, Source
 from megatron_cp.models.hugging_face.settings import Arguments
 
-LANGUAGE_MODEL = "model.language_model."  # where a model for images too has it
 ITERATION = 1  # Megatron-LM refuses 0; the counters inside stand at 0
 
 
@@ -90,12 +89,13 @@ def to_megatron(request: Request) -> Report:
         make_vocab_size_divisible_by=request.make_vocab_size_divisible_by,
         ignored_keys=request.ignored_keys,
     )
-    reader = hf.SafetensorsReader(request.load, LANGUAGE_MODEL if family.wrapper else None)
+    reader = hf.SafetensorsReader(request.load, family.wrapper.names if family.wrapper else ())
     arguments = checks.with_stored_predictions(
         arguments, reader.infos, family.first_prediction(arguments), request.leave_out
     )
     pieces = family.pieces(arguments, names=reader.infos.keys())
-    dtypes, left = checks.check_sources(reader.infos, pieces, request.leave_out)
+    of_images = family.wrapper.images if family.wrapper else ()
+    dtypes, left = checks.check_sources(reader.infos, pieces, request.leave_out, of_images)
     checks.check_copy_of_tied(reader, left)
     name = -1 if request.transformer_engine else 0
     stored = [(piece.keys[name], piece, dtypes[piece.keys[0]]) for piece in pieces]
@@ -158,8 +158,9 @@ def to_hugging_face(request: Request) -> Report:
     by_layer = any(key.startswith(f"{LAYERS}self_attention.") for key in reader.tensors)
     pieces = family.pieces(arguments, by_layer=by_layer, names=whole.infos.keys() if whole else ())
     stored, left = checks.check_stored(reader, pieces, request.leave_out)
-    specs, images = dict(_specs(stored)), checks.images_of(whole) if whole else {}
-    if whole is not None:
+    specs, images = dict(_specs(stored)), {}
+    if whole is not None and family.wrapper is not None:
+        images = checks.images_of(whole, family.wrapper.images)
         specs = {whole.stored_name(name): spec for name, spec in specs.items()} | images
     carried: list[str] = []
     left_files: list[str] = []
@@ -185,10 +186,11 @@ def to_hugging_face(request: Request) -> Report:
 
 def _model_for_images(folder: Path, family: Family) -> hf.SafetensorsReader | None:
     """Returns the model for images too whose language model is converted, where its files are in the folder."""
-    is_whole = (folder / "config.json").is_file() and (
-        read_config_file(folder).get("model_type") == family.wrapper is not None
-    )
-    return hf.SafetensorsReader(folder, LANGUAGE_MODEL) if is_whole else None
+    wrapper = family.wrapper
+    if wrapper is None or not (folder / "config.json").is_file():
+        return None
+    is_whole = read_config_file(folder).get("model_type") == wrapper.model_type
+    return hf.SafetensorsReader(folder, wrapper.names) if is_whole else None
 
 
 def _put_back(

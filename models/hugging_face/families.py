@@ -20,7 +20,7 @@ from megatron_cp.models.hugging_face.common import (
     PLAIN,
     SHAPE,
 )
-from megatron_cp.models.hugging_face.family import Family
+from megatron_cp.models.hugging_face.family import Family, Wrapper
 from megatron_cp.models.hugging_face.nemotron import NEMOTRON_H
 from megatron_cp.models.hugging_face.qwen import (
     QWEN2,
@@ -40,8 +40,21 @@ LLAMA = Family(
     constants=LLAMA_LIKE,
     only=PLAIN | NO_BIAS,
 )
+_MISTRAL3 = Wrapper(
+    model_type="mistral3",
+    names=(
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    ),
+    images=(
+        *("vision_tower.", "multi_modal_projector."),
+        *("model.vision_tower.", "model.multi_modal_projector."),
+    ),
+)
 MISTRAL = Family(
     model_type="mistral",
+    wrapper=_MISTRAL3,
     architecture="MistralForCausalLM",
     weights=LLAMA.weights,
     settings=(*SHAPE, rope.ROPE, s.window_everywhere(4096)),

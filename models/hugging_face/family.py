@@ -20,6 +20,17 @@ Tables = Mapping[Place, tuple[Row, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wrapper:
+    """A model for images too, whose language model is one of a family."""
+
+    model_type: str
+    names: tuple[tuple[str, str], ...]
+    """How names of the language model's tensors begin there, and how by themselves."""
+    images: tuple[str, ...]
+    """How names of what is for images begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """What is particular to the models of one `model_type`."""
 
@@ -39,8 +50,8 @@ class Family:
     """Keys of config.json that every model of the family has, besides those of its settings."""
     changes_nothing: frozenset[str] = frozenset()
     """Keys of config.json without effect on weights and on what they compute, in this family."""
-    wrapper: str | None = None
-    """The `model_type` of models for images too, of which these are the language models."""
+    wrapper: Wrapper | None = None
+    """The models for images too, of which these are the language models."""
 
     def pieces(
         self,

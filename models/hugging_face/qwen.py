@@ -15,7 +15,7 @@ from megatron_cp.models.hugging_face.common import (
     PLAIN,
     SHAPE,
 )
-from megatron_cp.models.hugging_face.family import Family, Tables
+from megatron_cp.models.hugging_face.family import Family, Tables, Wrapper
 
 QWEN2 = Family(
     model_type="qwen2",
@@ -143,9 +143,16 @@ _ONLY_OF_QWEN3_5 = (
         "mtp_use_dedicated_embeddings": (False, None),
     }
 )
+
+
+def _images_too(model_type: str) -> Wrapper:
+    names = (("model.language_model.", "model."),)
+    return Wrapper(model_type=model_type, names=names, images=("model.visual.",))
+
+
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
-    wrapper="qwen3_5",
+    wrapper=_images_too("qwen3_5"),
     architecture="Qwen3_5ForCausalLM",
     weights=_QWEN_LINEAR,
     predictions_at=_QWEN_PREDICTIONS,
@@ -155,7 +162,7 @@ QWEN3_5 = Family(
 )
 QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
-    wrapper="qwen3_5_moe",
+    wrapper=_images_too("qwen3_5_moe"),
     architecture="Qwen3_5MoeForCausalLM",
     weights=_QWEN_LINEAR,
     predictions_at=_QWEN_PREDICTIONS,

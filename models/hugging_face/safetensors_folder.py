@@ -10,7 +10,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ class TensorInfo:
 class SafetensorsReader:
     """The tensors of a folder, one at a time."""
 
-    def __init__(self, folder: Path, prefix: str | None = None) -> None:
-        """Reads every header; no tensor. Names that begin with `prefix` begin with "model." instead.
+    def __init__(self, folder: Path, names: Sequence[tuple[str, str]] = ()) -> None:
+        """Reads every header; no tensor. Of `names` are how names begin in the files, and how they begin here instead.
 
         Raises:
             ConversionError: for missing, damaged and contradicting files.
@@ -72,30 +73,33 @@ class SafetensorsReader:
             self.infos |= _header(folder / file)
         if index is not None:
             _check_index(folder, index, self.infos)
-        self._prefix, self._stored_names = prefix, {name: name for name in self.infos}
-        if prefix is not None:
-            self._call_by_the_model(prefix)
+        self._names = names
+        self._call_by_the_model()
         self._open: tuple[str, Any] | None = None
 
-    def _call_by_the_model(self, prefix: str) -> None:
+    def _call_by_the_model(self) -> None:
+        """Gives tensors of a language model the names that they have by themselves."""
         renamed = {
-            name: "model." + name.removeprefix(prefix)
-            for name in self.infos
-            if name.startswith(prefix)
-        }
-        if twice := sorted(name for name, new in renamed.items() if new in self.infos):
-            raise refuse(
-                f"{self.folder} holds {listing(twice)} with {prefix!r} and with 'model.'; they may be two models: "
-                "remove the one that is not meant"
+            name: next(
+                (new + name[len(old) :] for old, new in self._names if name.startswith(old)), name
             )
-        self._stored_names = {renamed.get(name, name): name for name in self.infos}
-        self.infos = {renamed.get(name, name): info for name, info in self.infos.items()}
+            for name in self.infos
+        }
+        counts = Counter(renamed.values())
+        if twice := sorted(
+            name for name, new in renamed.items() if name != new and counts[new] > 1
+        ):
+            raise refuse(
+                f"{self.folder} holds {listing(twice)} under another name too ({renamed[twice[0]]}); they may be two "
+                "models: remove the one that is not meant"
+            )
+        self._stored_names = {new: name for name, new in renamed.items()}
+        self.infos = {renamed[name]: info for name, info in self.infos.items()}
 
     def stored_name(self, name: str) -> str:
         """Returns a tensor's name in the files, also of one that they do not hold."""
-        if self._prefix is not None and name not in self._stored_names:
-            return name.replace("model.", self._prefix, 1) if name.startswith("model.") else name
-        return self._stored_names.get(name, name)
+        of_whole = (old + name[len(new) :] for old, new in self._names if name.startswith(new))
+        return self._stored_names.get(name) or next(of_whole, name)
 
     def unread_files(self) -> list[str]:
         """Returns the names of files of weights that no tensor is read from."""
