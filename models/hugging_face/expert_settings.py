@@ -87,6 +87,36 @@ FIRST_DENSE_LAYERS = Setting(
 )
 
 
+def _named_layers_from_config(config: Config) -> Arguments:
+    """Returns which layers have experts. HF: a kind for each; without them the first is dense.
+
+    transformers does not read first_k_dense_replace, which published folders have and other programs read.
+    """
+    count, first = config["num_hidden_layers"], config.get("first_k_dense_replace")
+    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
+    if len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
+        raise ValueError(
+            f"mlp_layer_types={kinds} in config.json must be dense or sparse for each of num_hidden_layers={count}; "
+            "correct it"
+        )
+    is_expert = [int(kind == "sparse") for kind in kinds]
+    if first is not None and is_expert != [int(layer >= first) for layer in range(count)]:
+        raise NotImplementedError(
+            f"first_k_dense_replace={first} in config.json says other layers than mlp_layer_types, of which without "
+            "any the first is dense; give mlp_layer_types those of the weights, and leave out the other"
+        )
+    return {"moe_layer_freq": _frequency(is_expert)}
+
+
+NAMED_LAYERS = Setting(
+    keys=("mlp_layer_types", "first_k_dense_replace"),
+    to_arguments=_named_layers_from_config,
+    to_config=lambda arguments: {
+        "mlp_layer_types": ["sparse" if on else "dense" for on in _expert_layers(arguments)]
+    },
+)
+
+
 def _shared_from_config(config: Config) -> Arguments:
     num_shared = config["n_shared_experts"]
     if not num_shared:

@@ -215,6 +215,17 @@ DEEPSEEK_V3 = Family(
 )
 # Published under a name of its own, so that programs tell it from DeepSeek-V3; transformers has no class for the name.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+# transformers takes 1e-6 for the norms inside its attention, other programs the configuration's, as Megatron-Core does.
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    settings=tuple(
+        experts.NAMED_LAYERS if setting is experts.FIRST_DENSE_LAYERS else setting
+        for setting in DEEPSEEK_V3.settings
+    ),
+    only={key: values for key, values in DEEPSEEK_V3.only.items() if key != "rms_norm_eps"},
+)
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -232,6 +243,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5,
         QWEN3_5_MOE,
         GLM4_MOE,
+        GLM4_MOE_LITE,
         MIXTRAL,
         GPT_OSS,
         DEEPSEEK_V3,

@@ -255,7 +255,10 @@ def _latent_rope_from_config(config: Config) -> Arguments:
     }
     if kind not in ("default", "yarn"):
         raise _unknown_rope(kind, "'default' and 'yarn'")
-    _take(said, dict.fromkeys(_LATENT_YARN, ()) if kind == "yarn" else {}, kind)
+    numbers: dict[str, tuple[float, ...]] = dict.fromkeys(
+        _LATENT_YARN if kind == "yarn" else (), ()
+    )
+    _take(said, {**numbers, "partial_rotary_factor": (1.0,)}, kind)
     if kind == "yarn":
         if bool(said.get("mscale")) != bool(said.get("mscale_all_dim")):
             raise NotImplementedError(

@@ -137,6 +137,7 @@ def test_two_pipeline_stages_load_the_same_checkpoint(converted: Path, name: str
             "deepseek_v3",
             "kimi_k2",
         ),
+        *("glm4_moe_lite", "glm4_moe_lite_groups"),
         *("nemotron_h_moe", "nemotron_h_latent"),
     ],
 )
@@ -164,6 +165,10 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("qwen3_5", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
         ("qwen3_5_moe", {"num_experts_per_tok": 3}),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}),
+        ("glm4_moe_lite", {"rms_norm_eps": 1e-2}),
+        ("glm4_moe_lite", {"routed_scaling_factor": 1.7}),
+        ("glm4_moe_lite_groups", {"n_group": 1, "topk_group": 1}),
+        ("glm4_moe_lite_groups", {"rope_parameters": {"mscale_all_dim": 0.5}}),
         ("gpt_oss", {"sliding_window": 9}),
         ("gpt_oss", {"swiglu_limit": 7.0}),
         ("gpt_oss", {"rope_parameters": {"truncate": True}}),

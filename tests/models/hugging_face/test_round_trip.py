@@ -64,7 +64,9 @@ def test_round_trip_is_exact(tmp_path: Path, name: str):
     assert kinds == {"*._extra_state*"}
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_some_dense", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "qwen3_moe_some_dense", "deepseek_v3", "glm4_moe_lite_groups"]
+)
 def test_round_trip_is_exact_under_transformer_engines_names(tmp_path: Path, name: str):
     source = save_tiny(name, tmp_path / "source")
     to_megatron(source, tmp_path / "megatron", transformer_engine=True)

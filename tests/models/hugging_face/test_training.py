@@ -52,6 +52,13 @@ LAYOUTS = {
             *("--moe-router-bias-update-rate", "0"),
         ],
     ),
+    "glm4_moe_lite": (
+        2,
+        [
+            *("--context-parallel-size", "2", "--reset-attention-mask"),
+            *("--moe-router-bias-update-rate", "0"),
+        ],
+    ),
     "glm4_moe": (2, ["--context-parallel-size", "2", "--moe-router-bias-update-rate", "0"]),
 }
 

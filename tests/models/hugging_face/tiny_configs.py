@@ -252,6 +252,28 @@ MODELS = {
             "topk_group": 1,
         },
     ),
+    "glm4_moe_lite": Tiny(
+        "Glm4MoeLite",
+        {
+            **{k: v for k, v in _DEEPSEEK.items() if k != "first_k_dense_replace"},
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.8,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "glm4_moe_lite_groups": Tiny(
+        "Glm4MoeLite",
+        {
+            **{k: v for k, v in _DEEPSEEK.items() if k != "first_k_dense_replace"},
+            "q_lora_rank": None,
+            "n_group": 4,
+            "topk_group": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
     "kimi_k2": Tiny(
         "DeepseekV3",
         {

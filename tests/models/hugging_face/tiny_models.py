@@ -18,7 +18,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 LENGTHS = (37, 21, 6)
-PREDICTING = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+PREDICTING = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 def make_tiny(name: str, **options: object) -> "transformers.PreTrainedModel":
@@ -30,6 +30,12 @@ def make_tiny(name: str, **options: object) -> "transformers.PreTrainedModel":
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{tiny.kind}ForCausalLM")(config).eval()
     make_random(model, seed=11)
+    if (
+        tiny.kind == "Glm4MoeLite"
+    ):  # whose two norms transformers gives 1e-6 whatever the configuration says
+        for name, norm in model.named_modules():
+            if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                norm.variance_epsilon = config.rms_norm_eps
     return model
 
 
@@ -120,6 +126,8 @@ class Predicting:
             found[f"{behind}embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
             found[f"{behind}shared_head.head.weight"] = found["lm_head.weight"].clone()
             config["num_nextn_predict_layers"] = 1
+            if config.pop("mlp_layer_types", None):
+                config["first_k_dense_replace"] = 1
         save_file(found, file)
         path.write_text(json.dumps(config), encoding="utf-8")
         return folder
