@@ -92,8 +92,19 @@ def _named_layers_from_config(config: Config) -> Arguments:
 
     transformers does not read first_k_dense_replace, which published folders have and other programs read.
     """
+    return _layers_by_name(config, usual=1)
+
+
+def _counted_layers_from_config(config: Config) -> Arguments:
+    """Returns the same for families whose first_k_dense_replace says it where no kinds are named; HF: 3."""
+    return _layers_by_name(config, usual=config.get("first_k_dense_replace", 3))
+
+
+def _layers_by_name(config: Config, usual: int) -> Arguments:
     count, first = config["num_hidden_layers"], config.get("first_k_dense_replace")
-    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (count - 1)
+    kinds = config.get("mlp_layer_types") or [
+        "dense" if layer < usual else "sparse" for layer in range(count)
+    ]
     if len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
         raise ValueError(
             f"mlp_layer_types={kinds} in config.json must be dense or sparse for each of num_hidden_layers={count}; "
@@ -102,8 +113,8 @@ def _named_layers_from_config(config: Config) -> Arguments:
     is_expert = [int(kind == "sparse") for kind in kinds]
     if first is not None and is_expert != [int(layer >= first) for layer in range(count)]:
         raise NotImplementedError(
-            f"first_k_dense_replace={first} in config.json says other layers than mlp_layer_types, of which without "
-            "any the first is dense; give mlp_layer_types those of the weights, and leave out the other"
+            f"first_k_dense_replace={first} in config.json says other layers than mlp_layer_types (of which without "
+            f"any {usual} are dense); give mlp_layer_types those of the weights, and leave out the other"
         )
     return {"moe_layer_freq": _frequency(is_expert)}
 
@@ -114,6 +125,13 @@ NAMED_LAYERS = Setting(
     to_config=lambda arguments: {
         "mlp_layer_types": ["sparse" if on else "dense" for on in _expert_layers(arguments)]
     },
+)
+COUNTED_LAYERS = Setting(
+    keys=NAMED_LAYERS.keys,
+    to_arguments=_counted_layers_from_config,
+    to_config=lambda arguments: (
+        NAMED_LAYERS.to_config(arguments) | FIRST_DENSE_LAYERS.to_config(arguments)
+    ),
 )
 
 

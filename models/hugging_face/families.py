@@ -226,6 +226,44 @@ GLM4_MOE_LITE = replace(
     ),
     only={key: values for key, values in DEEPSEEK_V3.only.items() if key != "rms_norm_eps"},
 )
+_SPARSE = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_scoring_relu": True,
+    "dsa_indexer_rope_interleaved": False,
+    "dsa_indexer_k_norm_epsilon": 1e-6,
+}
+_EVERY_LAYER_PICKS = {
+    "layer_types": (None, "indexed_attention"),
+    "indexer_types": (None, "full"),
+    "index_topk_freq": (1, None),
+    "index_topk_pattern": (None,),
+}
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    weights={**DEEPSEEK_V3.weights, "layer": (*w.LATENT_ATTENTION, *w.INDEX)},
+    settings=(
+        *(
+            experts.COUNTED_LAYERS if setting is experts.FIRST_DENSE_LAYERS else setting
+            for setting in DEEPSEEK_V3.settings
+        ),
+        *s.INDEX_SIZES,
+    ),
+    constants={**DEEPSEEK_V3.constants, **_SPARSE},
+    only={**DEEPSEEK_V3.only, **_EVERY_LAYER_PICKS, "rope_interleave": (True, None)},
+)
+# Its norms as those of GLM-4.7-Flash.
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    architecture="GlmMoeDsaForCausalLM",
+    constants={**DEEPSEEK_V32.constants, "dsa_indexer_rope_interleaved": True},
+    only={
+        **{key: values for key, values in DEEPSEEK_V32.only.items() if key != "rms_norm_eps"},
+        "indexer_rope_interleave": (True, None),
+    },
+)
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -247,6 +285,8 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         GPT_OSS,
         DEEPSEEK_V3,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
         KIMI_K2,
         NEMOTRON_H,
     )

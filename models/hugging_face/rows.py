@@ -17,7 +17,8 @@ weight (`less`), which Megatron stores less 1.
 # projections, O = N x value width. Gated delta nets: J value heads, I width of a value head, L = key
 # heads x key width, R = J x I, X = 2 x L + 2 x R, Y = 2 x J, Z = 2 x L + R, W taps; P = 2 x Q. Stored
 # as one: f = 2 x F, q = Q + 2 x K. Prediction layers: h = 2 x H. Mamba-2: a heads, b = a x head width, c groups x
-# state width, d = b + 2 x c, e = 2 x b + 2 x c + a, w taps; k width of what experts see.
+# state width, d = b + 2 x c, e = 2 x b + 2 x c + a, w taps; k width of what experts see. Sparse attention: j heads of
+# its index, i width of one, x = j x i.
 
 from __future__ import annotations
 
@@ -38,8 +39,10 @@ from megatron_cp.mcore.mixers import (
     MAMBA_TAPS,
     SOFTMAX,
     layer_mixers_of,
+    linear_layers_of,
     mamba_sizes,
 )
+from megatron_cp.mcore.sparse_settings import is_sparse
 from megatron_cp.models.hugging_face.orders import Sizes
 
 Place = Literal[
@@ -173,16 +176,8 @@ def sizes_of(arguments: Arguments) -> Sizes:
         "padded": arguments["padded_vocab_size"],
     }
     if get("multi_latent_attention"):
-        key_width, rotary = arguments["qk_head_dim"], arguments["qk_pos_emb_head_dim"]
-        sizes |= {
-            "A": arguments["q_lora_rank"] or 0,
-            "C": arguments["kv_lora_rank"],
-            "B": arguments["kv_lora_rank"] + rotary,
-            "U": heads * (key_width + rotary),
-            "T": heads * (key_width + arguments["v_head_dim"]),
-            "O": heads * arguments["v_head_dim"],
-        }
-    if get("experimental_attention_variant"):
+        sizes |= _latent_sizes(arguments)
+    if any(linear_layers_of(arguments)):
         values, key_heads = arguments["linear_num_value_heads"], arguments["linear_num_key_heads"]
         keys = key_heads * arguments["linear_key_head_dim"]
         all_values = values * arguments["linear_value_head_dim"]
@@ -212,9 +207,26 @@ def sizes_of(arguments: Arguments) -> Sizes:
     return sizes
 
 
+def _latent_sizes(arguments: Arguments) -> Sizes:
+    heads, key_width = arguments["num_attention_heads"], arguments["qk_head_dim"]
+    rank, rotary = arguments["kv_lora_rank"], arguments["qk_pos_emb_head_dim"]
+    sizes = {
+        "A": arguments["q_lora_rank"] or 0,
+        "C": rank,
+        "B": rank + rotary,
+        "U": heads * (key_width + rotary),
+        "T": heads * (key_width + arguments["v_head_dim"]),
+        "O": heads * arguments["v_head_dim"],
+    }
+    if is_sparse(Namespace(**arguments)):
+        index_heads, width = arguments["dsa_indexer_n_heads"], arguments["dsa_indexer_head_dim"]
+        sizes |= {"j": index_heads, "i": width, "x": index_heads * width}
+    return sizes
+
+
 def is_stacked_by_layer(arguments: Arguments) -> bool:
     """Whether Megatron stores a tensor of all layers as one, with an axis for the layer."""
-    if arguments.get("experimental_attention_variant") or arguments.get("hybrid_layer_pattern"):
+    if any(linear_layers_of(arguments)) or arguments.get("hybrid_layer_pattern"):
         return False
     return not arguments.get("num_experts") or arguments.get("moe_layer_freq", 1) == 1
 

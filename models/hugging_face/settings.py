@@ -281,6 +281,11 @@ def _latent_heads_from_config(config: Config) -> Arguments:
     return arguments
 
 
+INDEX_SIZES = (
+    same("index_n_heads", "dsa_indexer_n_heads"),
+    same("index_head_dim", "dsa_indexer_head_dim"),
+    same("index_topk", "dsa_indexer_topk"),
+)
 LATENT_SIZES = (
     *_WIDTHS,
     Setting(

@@ -132,6 +132,14 @@ LATENT_ATTENTION = (
     row("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight", "TC")),
     row("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", "HO")),
 )
+_INDEX = "self_attention.core_attention.indexer."
+INDEX = (
+    row(f"{_INDEX}linear_wq_b.weight", ("self_attn.indexer.wq_b.weight", "xA")),
+    row(f"{_INDEX}linear_wk.weight", ("self_attn.indexer.wk.weight", "iH")),
+    row(f"{_INDEX}k_norm.weight", ("self_attn.indexer.k_norm.weight", "i")),
+    row(f"{_INDEX}k_norm.bias", ("self_attn.indexer.k_norm.bias", "i")),
+    row(f"{_INDEX}linear_weights_proj.weight", ("self_attn.indexer.weights_proj.weight", "jH")),
+)
 GATED_ATTENTION = (
     ATTENTION[0],
     row(

@@ -187,6 +187,8 @@ def test_what_transformers_takes_for_granted_is_said():
         ("DeepSeek-V3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
         ("DeepSeek-V3", {"rope_interleave": False}, "rope_interleave=False"),
         ("DeepSeek-V3", {"n_shared_experts": 0}, "n_shared_experts=0"),
+        ("DeepSeek-V3.2-Exp", {"index_topk_freq": 4}, "index_topk_freq=4"),
+        ("DeepSeek-V3.2-Exp", {"indexer_types": ["full", "shared"]}, "indexer_types="),
         ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
         ("gpt-oss-20b", {"rope_scaling": None}, "rope_type='default'"),
         ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "chunked_attention"),

@@ -42,6 +42,7 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+_INDEX = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 9}
 
 HYBRID = [*["linear_attention"] * 3, "full_attention"]
 _DELTA_NETS = {
@@ -272,6 +273,30 @@ MODELS = {
             "topk_group": 2,
             "mlp_layer_types": ["sparse", "dense", "sparse"],
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v32": Tiny(
+        "DeepseekV32",
+        {
+            **_DEEPSEEK,
+            **_INDEX,
+            "q_lora_rank": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
+        },
+    ),
+    "glm_moe_dsa": Tiny(
+        "GlmMoeDsa",
+        {
+            **_DEEPSEEK,
+            **_INDEX,
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
     "kimi_k2": Tiny(

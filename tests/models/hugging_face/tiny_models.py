@@ -18,7 +18,15 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 LENGTHS = (37, 21, 6)
-PREDICTING = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+PREDICTING = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
 
 
 def make_tiny(name: str, **options: object) -> "transformers.PreTrainedModel":
@@ -30,8 +38,9 @@ def make_tiny(name: str, **options: object) -> "transformers.PreTrainedModel":
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{tiny.kind}ForCausalLM")(config).eval()
     make_random(model, seed=11)
-    if (
-        tiny.kind == "Glm4MoeLite"
+    if tiny.kind in (
+        "Glm4MoeLite",
+        "GlmMoeDsa",
     ):  # whose two norms transformers gives 1e-6 whatever the configuration says
         for name, norm in model.named_modules():
             if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
