@@ -25,12 +25,12 @@ from tests.ranks import run_on_ranks
 
 # Both compute in fp32. Measured: 2.5e-6 to 5.7e-6 with logits up to 6.
 LARGEST_DIFFERENCE = 1e-5
-# Four layers, three of them recurrences: 3.5e-5 to 2e-4 with logits up to 10. Weights changed by a ten-millionth change
-# those of transformers by 6e-4, 1.6e-4, 9e-5 and 1.1e-3.
+# Four layers, three of them recurrences: 3.5e-5 to 2e-4 with logits up to 10, by processor. Weights changed by a
+# ten-millionth change those of transformers by 6e-4, 1.6e-4, 9e-5 and 1.1e-3: no bound is above that.
 OF_RECURRENCES = {
     "qwen3_next": 1e-4,
-    "qwen3_5": 5e-5,
-    "qwen3_5_tied": 5e-5,
+    "qwen3_5": 9e-5,
+    "qwen3_5_tied": 9e-5,
     "qwen3_5_moe": 5e-4,
 }
 
