@@ -48,6 +48,7 @@ _YARN = {
     "yarn_mscale": ("mscale", 1.0),
     "yarn_mscale_all_dim": ("mscale_all_dim", 0.0),
     "yarn_correction_range_round_to_int": ("yarn_correction_range_round_to_int", True),
+    "llama_4_scaling_beta": ("llama_4_scaling_beta", None),  # read by our attention
 }
 
 

@@ -107,14 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     show(arguments.save, report)
     flags = training_flags(report.arguments) if to_megatron else []
-    if (
-        to_megatron
-        and served_positions(report.arguments) < report.arguments["max_position_embeddings"]
-    ):
-        print(
-            f"note: behind {served_positions(report.arguments)} positions this model scales its queries "
-            "(llama_4_scaling_beta), which is not served: train it up to that --seq-length"
-        )
     if flags:
         print(f"flags of pretrain_gpt.py: --finetune --load {arguments.save} {shlex.join(flags)}")
     return 0
@@ -133,14 +125,6 @@ def show(save: Path, report: Any) -> None:
         print(f"left behind: {name}")
 
 
-def served_positions(arguments: dict[str, Any]) -> int:
-    """Returns how many positions a text may have here: those with which queries are not scaled by their position."""
-    most: int = arguments["max_position_embeddings"]
-    if not arguments.get("llama_4_scaling_beta"):
-        return most
-    return min(most, arguments["yarn_original_max_position_embeddings"])
-
-
 def training_flags(arguments: dict[str, Any]) -> list[str]:
     """Returns the model's flags for pretrain_gpt.py. Raises ValueError for what it has no flag for."""
     from megatron_cp.training.arguments import flags_of
@@ -150,9 +134,7 @@ def training_flags(arguments: dict[str, Any]) -> list[str]:
             f"the checkpoint is written, but pretrain_gpt.py cannot train it: --rotary-base takes whole numbers, and "
             f"the model has {arguments['rotary_base']}; set it in code (rotary_base of GPTModel)"
         )
-    left = ("padded_vocab_size", "llama_4_scaling_beta")
-    model = {name: value for name, value in arguments.items() if name not in left}
-    model["max_position_embeddings"] = served_positions(arguments)
+    model = {name: value for name, value in arguments.items() if name != "padded_vocab_size"}
     return flags_of({**model, "attention_dropout": 0.0, "hidden_dropout": 0.0})
 
 

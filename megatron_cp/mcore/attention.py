@@ -34,6 +34,7 @@ from megatron_cp.mcore import layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.dropout import draw_head_seeds
 from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of, prepare_layer
+from megatron_cp.mcore.query_scale import scaled_queries
 from megatron_cp.runtime.checkpoint import AttentionTape
 
 
@@ -175,7 +176,7 @@ class ContextParallelAttention(MegatronModule):
             seeds = draw_head_seeds(num_heads, sets, self.tp_group, query.device)
         with self._results_kept(packed_seq_params):
             out, _, *max_logits = cp_attention(
-                rows.fold(query),
+                rows.fold(scaled_queries(query, self.config, packed_seq_params)),
                 rows.fold(key),
                 rows.fold(value),
                 plan,

@@ -236,6 +236,7 @@ _UNSAID = {
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
     "no_rope_freq": None,
+    "llama_4_scaling_beta": None,
     "rotary_seq_len_interpolation_factor": None,
     "use_mup": False,
 }

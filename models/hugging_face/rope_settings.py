@@ -6,6 +6,7 @@ into `rope_parameters`; `rope_type` was called `type` once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -201,27 +202,27 @@ _MSCALES = ("mscale", "mscale_all_dim")
 
 
 def _mistral_yarn_from_config(config: Config) -> Arguments:
-    """Returns YaRN with its scale of angles, and beta, by which queries are scaled.
-
-    By 1 + beta ln(1 + floor(position / original length)): by 1 within the original length. Longer texts are not served.
-    """
+    """Returns YaRN with its scale of angles, and beta, by which queries grow with their position (query_scale.py)."""
     theta, kind, said = _rope(config)
     if kind != "yarn":
         raise _unknown_rope(kind, "'yarn'")
     beta = Keys(said)[_SCALED_QUERIES]
-    if isinstance(beta, bool) or not isinstance(beta, (int, float)):
-        raise ValueError(f"{_SCALED_QUERIES}={beta!r} in config.json must be a number; correct it")
+    if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 <= beta < math.inf:
+        raise ValueError(
+            f"{_SCALED_QUERIES}={beta!r} in config.json must be a number from 0 on; correct it"
+        )
     scales = {name: said.get(name) for name in _MSCALES}
     apart = (_SCALED_QUERIES, *_MSCALES, "max_position_embeddings")  # the last one is not read
     arguments = _yarn_arguments(theta, {k: v for k, v in said.items() if k not in apart})
     if all(scales.values()):  # transformers heeds both or none
         arguments |= scales
-    return {**arguments, _SCALED_QUERIES: beta}
+    return {**arguments, _SCALED_QUERIES: beta or None}
 
 
 def _mistral_yarn_to_config(arguments: Arguments) -> dict[str, Any]:
     config = YARN.to_config(arguments)
-    scales = {name: arguments[name] for name in (*_MSCALES, _SCALED_QUERIES)}
+    scales = {name: arguments[name] for name in _MSCALES}
+    scales[_SCALED_QUERIES] = arguments[_SCALED_QUERIES] or 0.0
     return {**config, "rope_scaling": config["rope_scaling"] | scales}
 
 

@@ -207,10 +207,21 @@ OF_LATENT = [word for word in SMALL_RUN if word != "--group-query-attention"]
         ("--rotary-seq-len-interpolation-factor 2", "-factor 2 with --multi-latent-attention"),
         ("--rotary-percent 0.5", "--rotary-percent 0.5 with --multi-latent-attention"),
         ("--yarn-beta-fast 8", "--yarn-beta-fast 8.0 with --multi-latent-attention"),
+        ("--llama-4-scaling-beta .1", "--llama-4-scaling-beta 0.1 with --multi-latent-attention"),
     ],
 )
 def test_positions_that_latent_attention_does_not_heed_are_one_line(capsys, flags, named):
     assert named in refusal(capsys, *OF_LATENT, LATENT, *flags.split())
+
+
+def test_queries_are_scaled_by_their_position_beside_yarn_and_in_their_document(capsys):
+    scaled = ("--llama-4-scaling-beta", "0.1")
+    assert "--llama-4-scaling-beta 0.1 needs --position-em" in refusal(capsys, *SMALL_RUN, *scaled)
+    run = [word for word in SMALL_RUN if word != "--reset-position-ids"]
+    assert "needs --reset-position-ids" in refusal(capsys, *run, *YARN.split(), *scaled)
+    parse(*SMALL_RUN, *YARN.split(), *scaled)
+    whole = [word for word in run if word != "--reset-attention-mask"]
+    parse(*whole, *YARN.split(), *scaled)
 
 
 def test_latent_attention_without_yarn_may_rotate_a_share():

@@ -85,6 +85,7 @@ MODEL_TABLE = """
 --beta-fast float 32.0 | upper bound of rotations of latent attention's YaRN
 --beta-slow float 1.0 | its lower bound
 --original-max-position-embeddings int 4096 | positions before it
+--llama-4-scaling-beta float - | queries grow by 1 + beta ln(1 + floor(position / positions before YaRN))
 --yarn-original-max-position-embeddings int - | positions before YaRN
 --yarn-beta-fast float - | YaRN's upper bound of rotations
 --yarn-beta-slow float - | YaRN's lower bound of rotations

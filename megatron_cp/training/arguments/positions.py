@@ -19,6 +19,7 @@ _NOT_BY_LATENT: Mapping[str, Any] = {
     "rotary_seq_len_interpolation_factor": None,
     "use_rope_scaling": False,
     "no_rope_freq": None,
+    "llama_4_scaling_beta": None,
     "yarn_original_max_position_embeddings": None,
     "yarn_beta_fast": None,
     "yarn_beta_slow": None,
@@ -27,9 +28,21 @@ _NOT_BY_LATENT: Mapping[str, Any] = {
 
 
 def check_yarn(args: Namespace) -> Iterator[str]:
-    """Yields what YaRN of plain attention does not do."""
-    if args.position_embedding_type != "yarn" or args.multi_latent_attention:
+    """Yields what YaRN of plain attention does not do, and what nothing else does."""
+    if args.multi_latent_attention:
         return
+    if args.position_embedding_type != "yarn":
+        if args.llama_4_scaling_beta is not None:
+            yield (
+                f"--llama-4-scaling-beta {args.llama_4_scaling_beta} needs --position-embedding-type yarn, whose "
+                "--yarn-original-max-position-embeddings it counts in; give both, or leave it out"
+            )
+        return
+    if args.llama_4_scaling_beta and args.reset_attention_mask and not args.reset_position_ids:
+        yield (
+            f"--llama-4-scaling-beta {args.llama_4_scaling_beta} with --reset-attention-mask needs "
+            "--reset-position-ids: queries would be scaled by their place in the pack, not in their document; add it"
+        )
     if args.rotary_interleaved:
         yield (
             "--rotary-interleaved with --position-embedding-type yarn is not served: Megatron-Core's YaRN rotates "

@@ -25,6 +25,7 @@ RANGES = {
     "yarn_original_max_position_embeddings": _POSITIVE,
     "yarn_beta_fast": _POSITIVE,
     "yarn_beta_slow": _POSITIVE,
+    "llama_4_scaling_beta": _POSITIVE,
     "beta_fast": _POSITIVE,
     "beta_slow": _POSITIVE,
     "original_max_position_embeddings": _POSITIVE,

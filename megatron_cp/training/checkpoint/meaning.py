@@ -34,6 +34,7 @@ _ARGUMENTS = {
     "rotary_scaling_factor": None,
     "mscale": None,
     "mscale_all_dim": None,
+    "llama_4_scaling_beta": None,
     "beta_fast": None,
     "beta_slow": None,
     "original_max_position_embeddings": None,

@@ -88,6 +88,7 @@ ANOTHER_MODEL = {
     "rotary_percent": 0.5,
     "rotary_seq_len_interpolation_factor": 2,
     "no_rope_freq": [0, 1],
+    "llama_4_scaling_beta": 0.2,
     "position_embedding_type": "none",
     "qk_l2_norm": True,
     "qk_layernorm": "other",
@@ -269,6 +270,7 @@ def test_what_a_family_does_not_serve_is_named(name: str, change: dict, said: st
     ("change", "said"),
     [
         ({"llama_4_scaling_beta": None}, "llama_4_scaling_beta=None"),
+        ({"llama_4_scaling_beta": -0.1}, "llama_4_scaling_beta=-0.1"),
         ({"llama_4_scaling_beta": "REMOVE"}, "llama_4_scaling_beta is missing"),
         ({"attention_factor": 1.5}, "attention_factor=1.5"),
         ({"rope_type": "default", "type": "default"}, "rope_type='default'"),

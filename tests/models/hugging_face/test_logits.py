@@ -154,6 +154,7 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("mistral", {"sliding_window": 9}),
         ("ministral3", {"rope_parameters": {"mscale_all_dim": 0.7}}),
         ("ministral3", {"rope_parameters": {"mscale_all_dim": 0.0}}),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.09}}),
         ("ministral3_unscaled", {"rope_parameters": {"factor": 8.0}}),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.5}}),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),

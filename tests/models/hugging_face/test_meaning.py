@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from megatron_cp.models.hugging_face.config_file import (
@@ -18,7 +17,7 @@ from megatron_cp.models.hugging_face.refusal import ConversionError
 from megatron_cp.models.hugging_face.torch_dist_folder import under_our_names
 from tests.models.hugging_face import in_ranks
 from tests.models.hugging_face.published import PUBLISHED
-from tests.models.hugging_face.tiny_models import make_tiny, tokens
+from tests.models.hugging_face.tiny_models import make_tiny
 from tests.ranks import run_on_ranks
 from tools.convert_checkpoint import training_flags
 
@@ -59,26 +58,6 @@ def test_the_flags_of_a_published_model_are_told_and_what_has_none_is():
         ValueError, match=r"--rotary-base takes whole numbers, and the model has 12345\.5"
     ):
         training_flags(arguments_of({**PUBLISHED["Llama-3.1-8B"], "rope_theta": 12345.5}))
-
-
-def test_queries_are_scaled_by_their_position_from_the_original_length_on():
-    """As transformers does it: up to there beta changes no bit, and a run is asked for no longer texts."""
-    document = torch.from_numpy(tokens())[None]
-    positions = {**make_tiny("ministral3").config.rope_parameters, "llama_4_scaling_beta": 0.0}
-    positions["original_max_position_embeddings"] = 40
-    logits = []
-    for beta in (0.0, 0.1):
-        scaled = positions | {"llama_4_scaling_beta": beta}
-        with torch.no_grad():
-            logits.append(make_tiny("ministral3", rope_parameters=scaled)(document).logits[0])
-    is_same = (logits[0] == logits[1]).all(dim=1)
-    assert is_same[:40].all()
-    assert not is_same[40:].any()
-    published = PUBLISHED["Ministral-3-8B-Base-2512"]
-    assert "--max-position-embeddings=16384" in training_flags(arguments_of(published))
-    unscaled = published["rope_parameters"] | {"llama_4_scaling_beta": 0.0}
-    arguments = arguments_of(published | {"rope_parameters": unscaled})
-    assert "--max-position-embeddings=262144" in training_flags(arguments)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

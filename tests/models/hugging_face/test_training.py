@@ -24,6 +24,10 @@ RUN = shlex.split(
 LAYOUTS = {
     "llama3": (2, ["--tensor-model-parallel-size", "2"]),
     "qwen2": (1, []),
+    "ministral3": (
+        2,
+        ["--context-parallel-size", "2", "--reset-attention-mask", "--reset-position-ids"],
+    ),
     "qwen2_moe": (2, ["--context-parallel-size", "2", "--reset-attention-mask"]),
     "qwen3_5": (2, ["--tensor-model-parallel-size", "2"]),
     "qwen3_next": (2, ["--context-parallel-size", "2", "--reset-attention-mask"]),

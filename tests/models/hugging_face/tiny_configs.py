@@ -101,6 +101,7 @@ MODELS = {
             "head_dim": 32,
             "rope_parameters": {
                 **_YARN,
+                "original_max_position_embeddings": 8,
                 "mscale": 0.7,
                 "mscale_all_dim": 0.5,
                 "llama_4_scaling_beta": 0.1,
