@@ -106,6 +106,7 @@ def transformer_config(
         found = arguments.get(name)
         setattr(config, name, usual if found is None else found)
     config.hybrid_layer_pattern = arguments.get("hybrid_layer_pattern")  # no field in any version
+    config.mtp_use_repeated_layer = bool(arguments.get("mtp_use_repeated_layer"))  # none in 0.16
     if arguments.get("position_embedding_type") == "yarn" and not is_latent:
         for name, (argument, default) in _YARN.items():
             value = arguments.get(argument)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_cp.mcore import hybrid_classes
-from megatron_cp.mcore.hybrid import hybrid_stack_spec_of
+from megatron_cp.mcore.hybrid import hybrid_stack_spec_of, prediction_parts
+from megatron_cp.mcore.hybrid_pattern import hybrid_layers
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.models.gpt import Arguments, embedding_options
 
@@ -49,8 +50,15 @@ def build_hybrid(
     if spec is None:
         spec = hybrid_stack_spec_of(config, **attention_options)
     options = embedding_options(arguments)
-    named = {parts.pattern: arguments["hybrid_layer_pattern"], parts.spec: spec}
-    model = parts.model(
+    pattern, kind = arguments["hybrid_layer_pattern"], parts.model
+    named = {parts.pattern: pattern, parts.spec: spec}
+    prediction = prediction_parts(config, spec)
+    if prediction is not None:
+        from megatron_cp.mcore.hybrid_prediction import PredictingModel
+
+        kind = PredictingModel
+        named |= {parts.pattern: hybrid_layers(pattern), "prediction": prediction}
+    model = kind(
         config,
         vocab_size=vocab_size,
         max_sequence_length=arguments["max_position_embeddings"],

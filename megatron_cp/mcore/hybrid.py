@@ -18,11 +18,14 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_cp.mcore import compat, hybrid_classes
+from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
 from megatron_cp.mcore.mamba_mixer import ContextMambaMixer
+from megatron_cp.mcore.mtp import mark_prediction
 from megatron_cp.mcore.norm import LocalNorm
 from megatron_cp.mcore.spec import uses_transformer_engine, with_context_parallel
 from megatron_cp.mcore.validation import check_spec
@@ -68,7 +71,43 @@ def _submodules(config: Any, **attention_options: Any) -> Any:
     if config.num_moe_experts:
         experts = compat.one_layer_spec(config, use_transformer_engine=use_te, with_experts=True)
         parts["moe_layer"] = _half_of(experts, _MLP)
+    if _PARTS.predicts:
+        parts["mtp_block_spec"] = _predictions_of(NumberedPrediction, _prediction_parts(use_te))
     return with_context_parallel(_PARTS.submodules(**parts), **attention_options)
+
+
+def prediction_parts(config: Any, stack_spec: ModuleSpec) -> Any:
+    """Returns what predictions are made of where Megatron's model makes none itself; None where there are none.
+
+    `stack_spec` is that of the decoder: its layers are those of the predictions too.
+    """
+    if _PARTS.predicts or not config.mtp_num_layers:
+        return None
+    from megatron_cp.mcore.hybrid_prediction import PredictionParts
+
+    parts = _prediction_parts(uses_transformer_engine(config))
+    return PredictionParts(
+        letters=hybrid_pattern(config.hybrid_layer_pattern).prediction,
+        norm=parts.hnorm,
+        projection=parts.eh_proj,
+        layers=stack_spec.submodules,
+    )
+
+
+def _prediction_parts(use_te: bool) -> Any:
+    """Returns norms and projection around the layers of a prediction, as a submodules dataclass of Megatron."""
+    layer = multi_token_prediction.get_mtp_layer_spec(None, use_transformer_engine=use_te)
+    norm = compat.transformer_engine_norm() if use_te else LocalNorm
+    return replace(layer.submodules, enorm=norm, hnorm=norm, layer_norm=norm)
+
+
+def _predictions_of(layer: type, parts: Any) -> ModuleSpec:
+    """Returns the spec of all predictions; Megatron builds as many of this one layer as the pattern has."""
+    specs = [ModuleSpec(module=layer, submodules=parts)]
+    return ModuleSpec(
+        module=multi_token_prediction.MultiTokenPredictionBlock,
+        submodules=multi_token_prediction.MultiTokenPredictionBlockSubmodules(layer_specs=specs),
+    )
 
 
 def _half_of(layer: ModuleSpec, names: tuple[str, ...]) -> ModuleSpec:
@@ -114,6 +153,19 @@ def _mamba_layer(layer: ModuleSpec) -> ModuleSpec:
     )
 
 
+class NumberedPrediction(multi_token_prediction.MultiTokenPredictionLayer):
+    """A prediction of Megatron (since 0.17) whose experts are logged in their own place."""
+
+    def __init__(self, config: Any, submodules: Any = None, **megatrons: Any) -> None:
+        """Builds Megatron's prediction; raises as `hybrid_stack_spec_of` where its parts are not given."""
+        if submodules is None:  # named on a command line, before there is a configuration
+            submodules = _prediction_parts(uses_transformer_engine(config))
+            name = next(name for name in megatrons if name.endswith("_submodules"))
+            megatrons[name] = _submodules(config)
+        super().__init__(config, submodules, **megatrons)
+        mark_prediction(self.mtp_model_layer, config, self.layer_number)
+
+
 class ConfiguredStack(_PARTS.stack):  # type: ignore[name-defined]
     """A stack that reads its parts from the configuration when it is built, as `spec.ConfiguredLayer` does."""
 
@@ -127,5 +179,10 @@ class ConfiguredStack(_PARTS.stack):  # type: ignore[name-defined]
         super().__init__(config, _submodules(config), **megatrons)
 
 
-hybrid_stack_spec = ModuleSpec(module=ConfiguredStack)
+hybrid_stack_spec = ModuleSpec(
+    module=ConfiguredStack,
+    submodules=_PARTS.submodules(mtp_block_spec=_predictions_of(NumberedPrediction, None))
+    if _PARTS.predicts
+    else None,
+)
 """For `--spec megatron_cp.mcore.hybrid hybrid_stack_spec`; Megatron wants an object, not a function."""

@@ -1,6 +1,6 @@
 """Megatron's classes of hybrid models under the names that the installed version has for them.
 
-    0.16     MambaModel, MambaStack        hybrid_override_pattern
+    0.16     MambaModel, MambaStack        hybrid_override_pattern, of the decoder alone
     0.17     MambaModel, MambaStack        hybrid_layer_pattern
     since    HybridModel, HybridStack      hybrid_layer_pattern
 
@@ -25,6 +25,8 @@ class HybridParts(NamedTuple):
     """The model's argument that takes the pattern of layers."""
     spec: str
     """Its argument that takes the spec of the stack."""
+    predicts: bool
+    """Whether the model makes predictions of further tokens, of which its submodules then have a spec."""
 
 
 def hybrid_parts() -> HybridParts:
@@ -50,6 +52,7 @@ def hybrid_parts() -> HybridParts:
         module=block,
         pattern=next((name for name in names if name in known), names[0]),
         spec=next((name for name in known if name.endswith("_stack_spec")), "hybrid_stack_spec"),
+        predicts="mtp_block_spec" in submodules.__dataclass_fields__,
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_cp.mcore.hybrid_pattern import EXPERTS, MLP, hybrid_layers
+from megatron_cp.mcore.hybrid_pattern import EXPERTS, MLP, hybrid_layers, hybrid_pattern
 
 _OF_KIND: dict[str, Callable[[int, int], bool]] = {
     "window_attn_skip_freq": lambda layer, every: layer % every != 0,
@@ -50,3 +50,18 @@ def expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
         return [False] * arguments["num_layers"]
     frequency = arguments.get("moe_layer_freq") or 1
     return layer_pattern("moe_layer_freq", frequency, arguments["num_layers"])
+
+
+def experts_of_predictions(arguments: Mapping[str, Any]) -> list[int]:
+    """Returns for each prediction of further tokens how many of its layers have experts.
+
+    Where one set of layers makes all predictions, it counts in the first alone. Megatron-LM counts so too.
+    """
+    predicted = arguments.get("mtp_num_layers") or 0
+    pattern = arguments.get("hybrid_layer_pattern")
+    if pattern is None:
+        return [int(is_expert) for is_expert in expert_layers(arguments)[-1:]] * predicted
+    each = hybrid_pattern(pattern).prediction.count(EXPERTS)
+    if predicted and arguments.get("mtp_use_repeated_layer"):
+        return [each] + [0] * (predicted - 1)
+    return [each] * predicted

@@ -20,7 +20,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.data.batch import PlanRequest, make_batch_plans
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mcore.arguments import head_sizes, rows_multiple
-from megatron_cp.mcore.mixers import SOFTMAX, layer_mixers, linear_state_bytes
+from megatron_cp.mcore.mixers import SOFTMAX, layer_mixers, linear_state_bytes, prediction_mixers
 from megatron_cp.plan import AttentionPlan
 
 _requests: set[PlanRequest] = set()
@@ -71,6 +71,8 @@ def _request_of(config: Any, plan_config: CPConfig) -> PlanRequest:
         for layer, mixer in enumerate(layer_mixers(config))
         if mixer == SOFTMAX
     ]
+    if getattr(config, "hybrid_layer_pattern", None) is not None:
+        windows += [config.window_size is not None] * prediction_mixers(config).count(SOFTMAX)
     return PlanRequest(
         cp_size=config.context_parallel_size,
         config=replace(

@@ -2,7 +2,7 @@
 
     linear_attention_freq 4              D D D S D D D S ...        D gated delta net, S softmax attention
     linear_attention_freq [1,1,0]        D D S
-    hybrid_layer_pattern M-M*ME          M . M S M .                M Mamba-2, . an MLP or experts alone
+    hybrid_layer_pattern M-M*ME/*E       M . M S M .                M Mamba-2, . an MLP or experts alone; / a prediction
 
 Settings are Megatron's TransformerConfig or parsed arguments; both have the same names.
 """
@@ -35,11 +35,28 @@ def layer_mixers(settings: Any) -> tuple[str | None, ...]:
     """
     pattern = getattr(settings, "hybrid_layer_pattern", None)
     if pattern is not None:
-        return tuple(_HYBRID.get(letter) for letter in hybrid_pattern.hybrid_layers(pattern))
+        return _mixers_of_letters(hybrid_pattern.hybrid_layers(pattern))
     variant = getattr(settings, "experimental_attention_variant", None)
     frequency = settings.linear_attention_freq if variant else None
     is_linear = _linear_pattern(variant, frequency, settings.num_layers)
     return tuple(DELTA if linear else SOFTMAX for linear in is_linear)
+
+
+def prediction_mixers(settings: Any) -> tuple[str | None, ...]:
+    """Returns the mixer of each layer of the predictions; without a pattern they are like the last of the decoder.
+
+    A layer that is repeated counts at each prediction.
+    """
+    pattern = getattr(settings, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        said = hybrid_pattern.hybrid_pattern(pattern)
+        return _mixers_of_letters(said.prediction) * said.num_predictions
+    predicted = getattr(settings, "mtp_num_layers", None) or 0
+    return layer_mixers(settings)[-1:] * predicted
+
+
+def _mixers_of_letters(letters: str) -> tuple[str | None, ...]:
+    return tuple(_HYBRID.get(letter) for letter in letters)
 
 
 def layer_mixers_of(arguments: Mapping[str, Any]) -> tuple[str | None, ...]:
@@ -103,7 +120,7 @@ def linear_state_bytes(settings: Any, tp_size: int) -> int | None:
     is_hybrid = getattr(settings, "hybrid_layer_pattern", None) is not None
     if not is_hybrid and not getattr(settings, "experimental_attention_variant", None):
         return None  # arguments of a recorded run may say no more
-    mixers, size = layer_mixers(settings), 0
+    mixers, size = layer_mixers(settings) + prediction_mixers(settings), 0
     if DELTA in mixers:
         key_dim, value_dim = settings.linear_key_head_dim, settings.linear_value_head_dim
         heads = settings.linear_num_value_heads // tp_size
@@ -156,7 +173,14 @@ def _check_hybrid(settings: Any, variant: str | None, tp: int) -> None:
             f"experimental_attention_variant={variant!r} with hybrid_layer_pattern is not served: the pattern names "
             "its layers; leave out one of them"
         )
-    if MAMBA not in layer_mixers(settings):
+    frequency = getattr(settings, "window_attn_skip_freq", None)
+    windowed = getattr(settings, "window_size", None) is not None and frequency is not None
+    if windowed and SOFTMAX in prediction_mixers(settings):
+        raise NotImplementedError(
+            f"window_attn_skip_freq={frequency} with attention in the predictions of hybrid_layer_pattern is not "
+            "served: it counts layers of the decoder; train a model without it"
+        )
+    if MAMBA not in layer_mixers(settings) + prediction_mixers(settings):
         return
     for name in ("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"):
         value = getattr(settings, name)

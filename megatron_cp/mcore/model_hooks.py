@@ -18,7 +18,7 @@ from megatron_cp.mcore import hybrid_classes, layers, rope_fusion
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.cut import params_of_documents, params_on
 from megatron_cp.mcore.documents import current_rule, find_documents
-from megatron_cp.mcore.hybrid_pattern import hybrid_stages
+from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
 from megatron_cp.mcore.indexer import set_loss_scale
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.mcore.sparse_settings import is_sparse
@@ -55,7 +55,10 @@ def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
             pattern = given.get(parts.pattern) or given.get("hybrid_override_pattern")
             if pattern is None:
                 pattern = hybrid_classes.pattern_of_ratios(config.num_layers, *ratios)
-            config.hybrid_layer_pattern = "".join(hybrid_stages(pattern))
+            said, known = hybrid_pattern(pattern), getattr(config, "hybrid_layer_pattern", None)
+            # The configuration may know predictions that the class has no argument for.
+            if known is None or hybrid_pattern(known).layers != said.layers:
+                config.hybrid_layer_pattern = said.without_bars
         plain(self, *args, **kwargs)
         if is_ours:
             layers.register_stage(config)

@@ -7,14 +7,17 @@ split only. In a dispatched pack the successor may live on any rank, and a docum
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_cp.mask import from_slices
+from megatron_cp.mcore import hybrid_classes
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.wrapping import put_hook
 from megatron_cp.plan import AttentionPlan
@@ -31,11 +34,31 @@ def install_order_roll() -> None:
     from megatron.core.models.gpt import gpt_model
     from megatron.core.transformer import multi_token_prediction
 
-    for module in (multi_token_prediction, gpt_model):
+    hybrid_model = sys.modules[hybrid_classes.hybrid_parts().model.__module__]
+    for module in (multi_token_prediction, gpt_model, hybrid_model):
         if hasattr(module, "roll_tensor"):
             put_hook(module, "roll_tensor", _following_plans)
         if hasattr(module, "process_mtp_loss"):
             put_hook(module, "process_mtp_loss", _counting_over_ranks)
+
+
+def mark_prediction(stack: torch.nn.Module, config: Any, number: int) -> None:
+    """Tells the layers of a hybrid model's prediction that they are in one; `number` counts predictions from 1.
+
+    Auxiliary losses of its experts are logged behind those of the decoder, at one place for each prediction. Megatron
+    would take the layer's number in the stack, for which there may be no place. Where the same layers make all
+    predictions, each counts a share of those losses, as since 0.17.
+    """
+    num_calls = config.mtp_num_layers if config.mtp_use_repeated_layer else 1
+    for module in stack.modules():
+        if isinstance(module, TopKRouter):
+            if getattr(
+                module, "is_mtp_layer", False
+            ):  # since 0.17 Megatron adds the decoder's layers itself
+                module.set_layer_number(number)
+            else:
+                module.set_layer_number(config.num_layers + number)
+                module.num_calls = num_calls
 
 
 def _following_plans(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,9 +70,10 @@ def _following_plans(plain: Callable[..., Any]) -> Callable[..., Any]:
         dims: int = -1,
         cp_group: Any = None,
         packed_seq_params: Any = None,
+        **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(packed_seq_params, ContextParallelParams):
-            return plain(tensor, shifts, dims, cp_group, packed_seq_params)
+            return plain(tensor, shifts, dims, cp_group, packed_seq_params, **options)
         if (shifts, dims) != (-1, -1):
             raise NotImplementedError(
                 f"roll_tensor(shifts={shifts}, dims={dims}); a pack is rolled by shifts=-1 along "
@@ -72,7 +96,7 @@ def _counting_over_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., to
         params, mask = kwargs.get("packed_seq_params"), kwargs.get("loss_mask")
         if isinstance(params, ContextParallelParams) and mask is not None:
             counted = mask.as_subclass(_CountedMask)
-            counted.count = _count_per_rank(mask, params, kwargs.get("cp_group"))
+            counted.count = count_per_rank(mask, params, kwargs.get("cp_group"))
             kwargs["loss_mask"] = counted
         return plain(*args, **kwargs)
 
@@ -92,7 +116,7 @@ class _CountedMask(torch.Tensor):
         return self.count
 
 
-def _count_per_rank(
+def count_per_rank(
     mask: torch.Tensor, params: ContextParallelParams, cp_group: Any
 ) -> torch.Tensor:
     """Returns the loss tokens of the context group / cp_size. Collective: every rank calls it."""

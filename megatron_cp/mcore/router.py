@@ -56,13 +56,27 @@ class ContextRouter(TopKRouter):
 class EqualWeightRouter(ContextRouter):
     """The same for versions before 0.19, with auxiliary losses that weigh the same."""
 
+    num_calls = 1
+    """How often a micro-batch calls it, in a prediction that is repeated; since 0.17 Megatron knows it."""
+
     def attach_and_log_load_balancing_loss(
-        self, activation: torch.Tensor, *args: Any, valid_token_count: Any = None, **kwargs: Any
+        self,
+        activation: torch.Tensor,
+        aux_loss_coeff: float,
+        aux_loss: torch.Tensor,
+        *args: Any,
+        valid_token_count: Any = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Returns `activation` with the loss attached, weighed by the tokens of all ranks."""
         tokens = activation.shape[0] if valid_token_count is None else valid_token_count
         return super().attach_and_log_load_balancing_loss(
-            activation, *args, valid_token_count=tokens * self._rows_group().size(), **kwargs
+            activation,
+            aux_loss_coeff,
+            aux_loss / self.num_calls,
+            *args,
+            valid_token_count=tokens * self._rows_group().size(),
+            **kwargs,
         )
 
     def apply_z_loss(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

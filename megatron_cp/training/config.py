@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_cp.mcore.layer_patterns import layer_pattern
-from megatron_cp.mcore.mixers import SOFTMAX, layer_mixers
+from megatron_cp.mcore.mixers import SOFTMAX, layer_mixers, prediction_mixers
 
 Windows = int | list[int] | None
 
@@ -83,10 +83,9 @@ class ModelConfig:
     def layers_by_mask(self) -> dict[str, int]:
         """Returns how many layers attend in full and how many through the window; others do neither.
 
-        Layers of predictions follow those of the decoder, and are of the last one's kind.
+        Layers of predictions follow those of the decoder.
         """
-        mixers = layer_mixers(self)
-        mixers += mixers[-1:] * (self.mtp_num_layers or 0)
+        mixers = layer_mixers(self) + prediction_mixers(self)
         is_window = [self.window_size is not None] * len(mixers)
         if self.window_size is not None and self.window_attn_skip_freq is not None:
             frequency = self.window_attn_skip_freq

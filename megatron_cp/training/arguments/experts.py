@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_cp.training.arguments.faults import discard, require
+from megatron_cp.training.arguments.hybrid_model import MEGATRONS_SPECS
 
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 # What only experts have: given without --num-experts, they would be silently without effect.
@@ -290,10 +291,16 @@ def check_latent_attention(args: Namespace) -> Iterator[str]:
 
 def check_prediction(args: Namespace) -> Iterator[str]:
     """Yields the faults of multi-token prediction."""
+    if args.mtp_use_repeated_layer and args.hybrid_layer_pattern is None:
+        yield (
+            "--mtp-use-repeated-layer without --hybrid-layer-pattern is not served: Megatron-Core 0.16 makes each "
+            "prediction of a GPT with layers of its own; leave it out, for another model"
+        )
     if args.mtp_num_layers is None:
         return
     yield from require(args, "mtp_num_layers")
-    if args.spec is not None and args.spec[0] != "megatron_cp.mcore.spec":
+    is_ours = args.spec is None or args.spec[0] == "megatron_cp.mcore.spec"
+    if not is_ours and not (args.hybrid_layer_pattern and tuple(args.spec) in MEGATRONS_SPECS):
         yield (
             f"--mtp-num-layers with --spec {' '.join(args.spec)} is not served: its layers would be "
             "ours, not those of the spec; leave out --spec"
@@ -306,7 +313,7 @@ def check_prediction(args: Namespace) -> Iterator[str]:
             "Megatron-Core; give --pipeline-model-parallel-size 1, or train a model with "
             "--untie-embeddings-and-output-weights"
         )
-    if args.position_embedding_type == "none":
+    if args.position_embedding_type == "none" and args.hybrid_layer_pattern is None:
         yield "--mtp-num-layers needs positions; give --position-embedding-type rope"
     if args.position_embedding_type == "learned_absolute" and args.pipeline_model_parallel_size > 1:
         # Each draws its own, and their gradients are never summed.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_cp.mcore.hybrid_pattern import EXPERTS, hybrid_stages
+from megatron_cp.mcore.hybrid_pattern import EXPERTS, hybrid_pattern
 from megatron_cp.training.arguments.faults import discard, require
 
 # Specs of Megatron-Core's own stack: ours computes the same, with our attention.
@@ -26,7 +26,6 @@ _SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups")
 # Attribute -> its value without effect, and what there is instead.
 _NOT_SERVED = {
     "multi_latent_attention": (False, "train a model without it"),
-    "mtp_num_layers": (None, "leave it out: the model is then trained without predictions"),
     "num_layers_per_virtual_pipeline_stage": (None, "give each rank one stage: the same model"),
     "num_virtual_stages_per_pipeline_rank": (None, "give each rank one stage: the same model"),
     "pipeline_model_parallel_layout": (None, "mark stages by | in the pattern"),
@@ -40,7 +39,7 @@ _NOT_SERVED = {
 
 
 def complete_hybrid_model(args: Namespace) -> Iterator[str]:
-    """Completes the number of layers and of those on the first and last stage, as the pattern has them."""
+    """Completes the numbers of layers and predictions, and of layers on the first and last stage, by the pattern."""
     older = args.hybrid_override_pattern
     if older is not None:
         if args.hybrid_layer_pattern not in (None, older):
@@ -55,18 +54,27 @@ def complete_hybrid_model(args: Namespace) -> Iterator[str]:
     args.is_hybrid_model = True  # Megatron-LM 0.20 takes it from the pattern
     flag = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
     try:
-        stages = hybrid_stages(args.hybrid_layer_pattern)
+        pattern = hybrid_pattern(args.hybrid_layer_pattern)
     except ValueError as problem:
-        yield f"{flag}: {problem}; M is Mamba-2, * attention, - an MLP, E experts, | the next pipeline stage"
+        yield (
+            f"{flag}: {problem}; M is Mamba-2, * attention, - an MLP, E experts, | the next pipeline stage, / a "
+            "prediction"
+        )
         discard(args, "hybrid_layer_pattern")
         return
-    letters = "".join(stages)
+    letters, stages = pattern.layers, pattern.stages
     if args.num_layers not in (None, len(letters)):
         args.notes.append(
             f"--num-layers {args.num_layers} changes nothing here: {flag} has {len(letters)} layers, and wins as in "
             "Megatron-LM 0.20"
         )
-    args.num_layers, args.hybrid_layer_pattern = len(letters), letters
+    if args.mtp_num_layers not in (None, pattern.num_predictions):
+        yield (
+            f"--mtp-num-layers {args.mtp_num_layers} with {flag}, which has the layers of {pattern.num_predictions} "
+            "predictions, each behind a /; leave out --mtp-num-layers, or write as many in the pattern"
+        )
+    args.num_layers, args.hybrid_layer_pattern = len(letters), pattern.without_bars
+    args.mtp_num_layers = pattern.num_predictions or None
     if len(stages) > 1:
         yield from _complete_stages(args, flag, [len(stage) for stage in stages])
     yield from require(args, *_SIZES)
@@ -119,6 +127,11 @@ def check_hybrid_model(args: Namespace) -> Iterator[str]:
         yield (
             f"--num-experts {args.num_experts} with a --hybrid-layer-pattern without E has no layer; write E where "
             "they are"
+        )
+    if args.mtp_use_repeated_layer and args.moe_z_loss_coeff is not None:
+        yield (
+            f"--moe-z-loss-coeff {args.moe_z_loss_coeff} with --mtp-use-repeated-layer is not served: Megatron-LM "
+            "counts it in each prediction, and logs it as if it were shared; leave one out"
         )
     if "muon" in args.optimizer:
         yield (

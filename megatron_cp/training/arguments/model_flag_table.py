@@ -150,5 +150,6 @@ MODEL_TABLE = """
 [multi-token prediction]
 --mtp-num-layers int - | further tokens that are predicted
 --mtp-loss-scaling-factor float 0.1 | weight of their loss
+--mtp-use-repeated-layer on - | the same weights make all predictions of a hybrid model
 
 """

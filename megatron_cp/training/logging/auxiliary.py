@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.indexer import take_indexer_loss
-from megatron_cp.mcore.layer_patterns import expert_layers
+from megatron_cp.mcore.layer_patterns import expert_layers, experts_of_predictions
 from megatron_cp.mcore.sparse_settings import is_sparse
 from megatron_cp.training.config import TrainConfig
 
@@ -46,7 +46,7 @@ def auxiliary_losses(config: TrainConfig, num_micro_batches: int) -> AuxiliaryLo
     step, because the sums begin anew.
     """
     arguments, found, by_layer = config.arguments, dict[str, Any](), dict[str, float]()
-    if any(expert_layers(arguments)):
+    if any([*expert_layers(arguments), *experts_of_predictions(arguments)]):
         found, by_layer = _losses_of_experts(arguments, num_micro_batches)
     if arguments["mtp_num_layers"]:
         scale = 1 / num_micro_batches
@@ -62,6 +62,8 @@ def _losses_of_experts(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the means over layers, and those of each layer; begins the sums anew. Collective.
 
+    All layers of a prediction have one sum, behind those of the decoder.
+
     Megatron-Core has a function for it, but a stage without experts has no sums there; how to make them differs from
     version to version, and where the stages make them unlike the all-reduce waits for ever.
     """
@@ -70,12 +72,10 @@ def _losses_of_experts(
     names = [_NAMES[kind] for kind in kinds if kind in _NAMES]
     if arguments["moe_z_loss_coeff"] is not None:
         names.append("z_loss")
-    predicted = arguments["mtp_num_layers"] or 0
-    is_expert = expert_layers(arguments)
-    is_expert += is_expert[-1:] * predicted
+    num_layers = [*map(int, expert_layers(arguments)), *experts_of_predictions(arguments)]
     sums = compat.sums_of_expert_losses()
     totals = torch.zeros(
-        len(names), len(is_expert), dtype=torch.float64, device=torch.cuda.current_device()
+        len(names), len(num_layers), dtype=torch.float64, device=torch.cuda.current_device()
     )
     for place, name in enumerate(names):
         if name in sums:  # not on a stage without experts
@@ -91,12 +91,12 @@ def _losses_of_experts(
     means, by_layer = dict[str, float](), dict[str, float]()
     for name, total in zip(names, totals.tolist(), strict=True):
         share = 1 / (parts[name] * num_micro_batches)
-        means[name] = sum(total) * share / sum(is_expert)
+        means[name] = sum(total) * share / sum(num_layers)
         if arguments["moe_per_layer_logging"]:
-            layers = zip(total, is_expert, strict=True)
+            layers = zip(total, num_layers, strict=True)
             by_layer |= {
-                f"moe/{name}_layer_{layer}": loss * share
-                for layer, (loss, expert) in enumerate(layers)
-                if expert
+                f"moe/{name}_layer_{layer}": loss * share / count
+                for layer, (loss, count) in enumerate(layers)
+                if count
             }
     return means, by_layer

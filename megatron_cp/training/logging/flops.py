@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.mcore.arguments import head_sizes
+from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
 from megatron_cp.mcore.layer_patterns import expert_layers, has_mlps
 from megatron_cp.mcore.mixers import DELTA, MAMBA, MAMBA_TAPS, SOFTMAX, layer_mixers_of, mamba_sizes
 from megatron_cp.mcore.sparse_settings import is_sparse
@@ -73,16 +74,15 @@ def gpt_flops(
         vocab_size: columns of the output layer.
     """
     hidden = arguments["hidden_size"]
-    is_expert = expert_layers(arguments)
-    mixers = layer_mixers_of(arguments)
-    has_mlp = has_mlps(arguments)
-    layers = [
-        (0 if mixer is None else _MIXERS[mixer](arguments))
-        + (_mlp(arguments, is_expert=expert) if mlp else 0)
-        for mixer, mlp, expert in zip(mixers, has_mlp, is_expert, strict=True)
-    ]
-    prediction = arguments.get("mtp_num_layers") or 0  # its layers are like the last one
-    extra = prediction * (layers[-1] + 2 * hidden * hidden + hidden * vocab_size)
+    layers = _parameters_of_layers(arguments)
+    of_prediction = layers[-1:]
+    pattern = arguments.get("hybrid_layer_pattern")
+    if pattern is not None and arguments.get("mtp_num_layers"):
+        letters = {"hybrid_layer_pattern": hybrid_pattern(pattern).prediction}
+        of_prediction = _parameters_of_layers({**arguments, **letters})
+    extra = (arguments.get("mtp_num_layers") or 0) * (
+        sum(of_prediction) + 2 * hidden * hidden + hidden * vocab_size
+    )
     flops = ModelFlops(
         matrix_parameters=sum(layers) + hidden * vocab_size + extra,
         score_width=arguments["num_attention_heads"] * sum(head_sizes(Namespace(**arguments))),
@@ -100,6 +100,16 @@ def _of_sparse(flops: ModelFlops, arguments: Mapping[str, Any]) -> ModelFlops:
         index_width=arguments["dsa_indexer_n_heads"] * arguments["dsa_indexer_head_dim"],
         most_keys=arguments["dsa_indexer_topk"],
     )
+
+
+def _parameters_of_layers(arguments: Mapping[str, Any]) -> list[int]:
+    """Returns for each decoder layer the parameters that a token multiplies."""
+    kinds = (layer_mixers_of(arguments), has_mlps(arguments), expert_layers(arguments))
+    return [
+        (0 if mixer is None else _MIXERS[mixer](arguments))
+        + (_mlp(arguments, is_expert=expert) if mlp else 0)
+        for mixer, mlp, expert in zip(*kinds, strict=True)
+    ]
 
 
 def _attention(arguments: Mapping[str, Any]) -> int:

@@ -1,0 +1,163 @@
+"""Hybrid models that predict further tokens: one checkpoint, the same losses at every layout."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.training.commands import SMALL_RUN, metrics, train
+from tests.training.test_hybrid_models import EXPERTS
+from tests.training.test_hybrid_models import RUN as PLAIN
+from tests.training.verdicts import parse, refusals
+
+PATTERN = "M-M*/M*E/M*E"
+# Predictions weigh as much as the next token: a wrong gradient of theirs is far above rounding.
+OWN = shlex.split(f"--hybrid-layer-pattern {PATTERN} --mtp-loss-scaling-factor 1.0")
+RUN = [*PLAIN, *EXPERTS, *OWN, "--seq-length", "120"]
+MODELS = {
+    "own weights": [],
+    "the same weights": [
+        "--mtp-use-repeated-layer",
+        "--moe-router-load-balancing-type",
+        "aux_loss",
+    ],
+}
+PER_TOKEN = "--calculate-per-token-loss"
+KEYS = ("lm loss", "grad-norm", "load_balancing_loss", "mtp_1 loss", "mtp_2 loss")
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
+LAYOUTS = [  # model, ranks, flags
+    ("own weights", 2, "--context-parallel-size 2 --cp-planner auto"),
+    ("own weights", 3, "--context-parallel-size 3"),
+    ("own weights", 4, TENSOR),
+    ("own weights", 4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
+    (
+        "own weights",
+        2,
+        f"--pipeline-model-parallel-size 2 --hybrid-layer-pattern M|-M*{PATTERN[4:]}",
+    ),
+    ("own weights", 2, "--expert-model-parallel-size 2 --recompute-granularity selective"),
+    ("own weights", 4, "--context-parallel-size 2"),
+    ("the same weights", 2, "--context-parallel-size 2"),
+    ("the same weights", 4, TENSOR),
+    ("the same weights", 2, "--pipeline-model-parallel-size 2"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One rank's run of a model, with a checkpoint of each step; each is made once."""
+    made: dict[str, Path] = {}
+
+    def run(model: str) -> Path:
+        if model not in made:
+            folder = tmp_path_factory.mktemp("runs") / "alone"
+            saved = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
+            train(1, *RUN, *MODELS[model], *saved)
+            made[model] = folder
+        return made[model]
+
+    return run
+
+
+def same_from_step_2(found: Path, expected: Path) -> None:
+    for key in KEYS:
+        ours, wanted = metrics(found, key), metrics(expected, key)
+        assert sorted(ours) == [2, 3, 4], key
+        for iteration, value in ours.items():
+            assert value == pytest.approx(wanted[iteration], rel=3e-6), (key, iteration)
+
+
+@pytest.mark.parametrize(("model", "ranks", "flags"), LAYOUTS)
+def test_losses_go_on_as_on_one_rank(alone, tmp_path: Path, model: str, ranks: int, flags: str):
+    before = alone(model)
+    resumed = ["--load", str(before), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
+    train(ranks, *RUN, *MODELS[model], *resumed, *flags.split())
+    same_from_step_2(tmp_path / "run", before)
+
+
+def test_predictions_are_means_of_micro_batches_without_per_token_loss(tmp_path: Path):
+    flags = [flag for flag in RUN if flag != PER_TOKEN]
+    for ranks in (1, 2):
+        more = ["--context-parallel-size", str(ranks), "--run-dir", str(tmp_path / str(ranks))]
+        train(ranks, *flags, *more)
+    for key in KEYS:
+        one, two = (metrics(tmp_path / str(ranks), key) for ranks in (1, 2))
+        assert len(one) == 4
+        assert two == pytest.approx(one, rel=3e-6), key
+
+
+def test_a_checkpoint_of_stages_and_context_ranks_goes_on_on_one_rank(tmp_path: Path):
+    stages = ["--pipeline-model-parallel-size", "2", "--context-parallel-size", "2"]
+    saved = [
+        "--save",
+        str(tmp_path / "four"),
+        "--save-interval",
+        "1",
+        "--save-retain-interval",
+        "1",
+    ]
+    train(4, *RUN, *stages, *saved)
+    resumed = ["--load", str(tmp_path / "four"), "--ckpt-step", "1"]
+    train(1, *RUN, *resumed, "--run-dir", str(tmp_path / "one"))
+    same_from_step_2(tmp_path / "one", tmp_path / "four")
+
+
+BESIDE = {
+    "rotated, in a window": "--hybrid-layer-pattern M*/* --position-embedding-type rope --window-size 16,0",
+    "no attention in the decoder": "--hybrid-layer-pattern M-/M*",
+    "experts in the prediction alone": "--hybrid-layer-pattern M-*/-EE --num-experts 4 --moe-ffn-hidden-size 32 "
+    "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 --moe-per-layer-logging",
+    "one embedding, learned positions": "--hybrid-layer-pattern M-*/M --position-embedding-type learned_absolute",
+    "fp16 scales": "--hybrid-layer-pattern M-*/M- --fp16 --loss-scale 64",
+}
+
+
+@pytest.mark.parametrize("other", BESIDE)
+def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: str):
+    flags = list(PLAIN)
+    if other.startswith("one embedding"):
+        flags.remove("--untie-embeddings-and-output-weights")
+    for ranks in (1, 2):
+        more = ["--context-parallel-size", str(ranks), "--run-dir", str(tmp_path / str(ranks))]
+        train(ranks, *flags, *BESIDE[other].split(), *more)
+    near = 3e-3 if "--fp16" in BESIDE[other] else 3e-6
+    keys = ["lm loss", "grad-norm", "mtp_1 loss"]
+    if "--num-experts" in BESIDE[other]:
+        keys += ["load_balancing_loss", "z_loss", "moe/load_balancing_loss_layer_3"]
+    for key in keys:
+        one, two = (metrics(tmp_path / str(ranks), key) for ranks in (1, 2))
+        assert len(one) == 4, key
+        assert two == pytest.approx(one, rel=near), key
+
+
+def test_the_number_of_predictions_follows_from_the_pattern():
+    for flags in ([], ["--mtp-num-layers", "2"]):
+        assert parse(*RUN, *flags).mtp_num_layers == 2
+    assert parse(*PLAIN, *EXPERTS).mtp_num_layers is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--mtp-num-layers 1", "M-M*/M*E/M*E, which has the layers of 2 predictions"),
+        ("--hybrid-layer-pattern M*E --mtp-num-layers 1", "which has the layers of 0 predictions"),
+        ("--hybrid-layer-pattern M*E/", "a / has no layer of a prediction behind it"),
+        ("--hybrid-layer-pattern M*E/*/E", "its predictions are "),
+        ("--hybrid-layer-pattern M*E/M|*", "a | stands behind a /"),
+        ("--hybrid-layer-pattern M*E/G", "'G' is a gated delta net"),
+        ("--hybrid-layer-pattern /M*E", "it has no layer"),
+        ("--mtp-use-repeated-layer --moe-z-loss-coeff 1e-3", "--moe-z-loss-coeff 0.001 with --mtp-use-repeated-layer"),
+        ("--window-size 16,0 --window-attn-skip-freq 2", "window_attn_skip_freq=2 with attention in the predictions"),
+        ("--hybrid-layer-pattern M-E/M --mamba-num-groups 3", "a multiple of mamba_num_groups=3"),
+        ("--hybrid-layer-pattern *E/M --mamba-num-groups 3", "a multiple of mamba_num_groups=3"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_predicted_is_one_line(capsys, flags: str, said: str):
+    (line,) = refusals(capsys, *RUN, *flags.split())
+    assert said in line
+
+
+def test_weights_of_a_gpt_are_not_shared_by_its_predictions(capsys):
+    gpt = [*SMALL_RUN, "--mtp-num-layers", "2", "--mtp-use-repeated-layer"]
+    (line,) = refusals(capsys, *gpt)
+    assert line.startswith("--mtp-use-repeated-layer without --hybrid-layer-pattern is not served")
