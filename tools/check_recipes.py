@@ -7,7 +7,7 @@
 A file holds {"recipes": [{"name": ..., "world_size": 8, "argv": ["--num-layers", "2", ...]}, ...]}. Commands that are
 equal are judged once. Flags are judged as pretrain_gpt.py judges them before it opens any file, so a path in a
 recipe need not exist. They are judged for a GPU machine with Transformer Engine; --here judges them for this one. A
-recipe is tried on its own number of ranks, and on 2, 4 and 8 times as many where its experts or optimizer instances
+recipe is tried on its own number of ranks, and on 2 to 64 times as many where its experts or optimizer instances
 need more. Every reason of every recipe is printed, then a table of what blocks most recipes.
 """
 
@@ -27,7 +27,7 @@ from megatron_cp.training.arguments import judge_arguments
 from megatron_cp.training.arguments.machine import GPU_MACHINE, Machine
 from tools.recipes.published import Recipe, read_recipes
 
-_TIMES = (1, 2, 4, 8)
+_TIMES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def judge(
     for size in sizes:
         args, reasons = judge_arguments(argv, {"RANK": "0", "WORLD_SIZE": str(size)}, machine)
         verdicts.append(Verdict(recipe, size, tuple(reasons), tuple(args.notes)))
+        if not reasons:
+            break
     return min(verdicts, key=lambda verdict: len(verdict.reasons))
 
 

@@ -52,6 +52,8 @@ class ContextParallelAttention(MegatronModule):
     """
 
     follows_plans = True
+    num_calls = 1
+    """How often a micro-batch calls it: more than once in a prediction that is repeated."""
 
     def __init__(  # noqa: PLR0913  Megatron's constructor
         self,
@@ -208,15 +210,17 @@ class ContextParallelAttention(MegatronModule):
         if not is_checkpointing() or not isinstance(params, ContextParallelParams):
             return contextlib.nullcontext()
         if not torch.is_grad_enabled():
-            if id(self) in params.tapes:
+            tapes = params.tapes.setdefault(id(self), [])
+            if len(tapes) == self.num_calls:
                 raise RuntimeError(
                     f"layer {self.layer_number} runs checkpointed twice with one packed_seq_params "
                     "before its backward pass; make new ContextParallelParams for every micro-batch"
                 )
-            tape = params.tapes[id(self)] = AttentionTape()
-            return tape.recording()
-        tape = params.tapes.pop(id(self), None)
-        return contextlib.nullcontext() if tape is None else tape.replaying()
+            tapes.append(AttentionTape())
+            return tapes[-1].recording()
+        # Of several calls the last is recomputed first: it was made from what the others gave.
+        tapes = params.tapes.get(id(self), [])
+        return tapes.pop().replaying() if tapes else contextlib.nullcontext()
 
     def sharded_state_dict(
         self,

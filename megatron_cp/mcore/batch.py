@@ -35,7 +35,7 @@ class ContextParallelParams(PackedSeqParams):
     num_samples: int = 1
     """Samples that Megatron keeps side by side: b. The rows `[T]` of this rank lie in the model as `[T / b, b]`,
     the first column holding the first T / b of them."""
-    tapes: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    tapes: dict[int, list[Any]] = field(default_factory=dict, repr=False, compare=False)
     """Attention results that recomputed layers wait for; the layers fill and empty it."""
 
 

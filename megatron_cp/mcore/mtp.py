@@ -47,18 +47,20 @@ def mark_prediction(stack: torch.nn.Module, config: Any, number: int) -> None:
 
     Auxiliary losses of its experts are logged behind those of the decoder, at one place for each prediction. Megatron
     would take the layer's number in the stack, for which there may be no place. Where the same layers make all
-    predictions, each counts a share of those losses, as since 0.17.
+    predictions, each counts a share of those losses, as since 0.17, and attention that is recomputed keeps several
+    results.
     """
     num_calls = config.mtp_num_layers if config.mtp_use_repeated_layer else 1
+    module: Any
     for module in stack.modules():
-        if isinstance(module, TopKRouter):
-            if getattr(
-                module, "is_mtp_layer", False
-            ):  # since 0.17 Megatron adds the decoder's layers itself
-                module.set_layer_number(number)
-            else:
-                module.set_layer_number(config.num_layers + number)
-                module.num_calls = num_calls
+        is_router = isinstance(module, TopKRouter)
+        if is_router and getattr(module, "is_mtp_layer", False):  # since 0.17 Megatron counts on
+            module.set_layer_number(number)
+            continue
+        if is_router:
+            module.set_layer_number(config.num_layers + number)
+        if hasattr(module, "num_calls"):
+            module.num_calls = num_calls
 
 
 def _following_plans(plain: Callable[..., Any]) -> Callable[..., Any]:

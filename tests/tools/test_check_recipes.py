@@ -21,9 +21,19 @@ RECIPES = [
     {
         "name": "refused",
         "world_size": 2,
-        "argv": [*SMALL_RUN, "--moe-hybridep-num-sms", "8", "--context-parallel-size", "3"],
+        "argv": [
+            *SMALL_RUN,
+            "--moe-expert-rank-capacity-factor",
+            "8",
+            "--context-parallel-size",
+            "3",
+        ],
     },
-    {"name": "also refused", "world_size": 1, "argv": [*SMALL_RUN, "--moe-hybridep-num-sms", "4"]},
+    {
+        "name": "also refused",
+        "world_size": 1,
+        "argv": [*SMALL_RUN, "--moe-expert-rank-capacity-factor", "4"],
+    },
 ]
 
 
@@ -40,10 +50,12 @@ def test_recipes_are_accepted_noted_or_refused_for_every_reason(tmp_path: Path, 
     assert lines[1] == "noted: accepted with notes on 2 ranks"
     assert lines[2].startswith("    --use-mcore-models changes nothing here")
     assert lines[3] == "refused: refused on 2 ranks"
-    assert lines[4].startswith("    --moe-hybridep-num-sms is an argument of Megatron-LM")
+    assert lines[4].startswith(
+        "    --moe-expert-rank-capacity-factor is an argument of Megatron-LM"
+    )
     assert lines[5].startswith("    world size 2 must be a multiple")
     table = lines.index("recipes  alone  reason")
-    assert lines[table + 1].split()[:3] == ["2", "1", "--moe-hybridep-num-sms"]
+    assert lines[table + 1].split()[:3] == ["2", "1", "--moe-expert-rank-capacity-factor"]
     assert lines[table + 2].split()[:3] == ["1", "0", "world"]
     assert lines[-1] == "2 of 4 recipes accepted, 1 of them with notes; 2 refused."
 

@@ -111,7 +111,7 @@ def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys
 @pytest.mark.parametrize(
     ("flags", "name", "advice"),
     [
-        (["--moe-hybridep-num-sms", "8"], "--moe-hybridep-num-sms", "gpt_layer_spec"),
+        (["--moe-upcycling-granularity", "8"], "--moe-upcycling-granularity", "gpt_layer_spec"),
         (["--mtp-standalone"], "--mtp-standalone", "--mtp-num-layers"),
         (["--use-mup"], "--use-mup", "gpt_layer_spec"),
         (["--dsa-indexer-topk-freq", "3"], "--dsa-indexer-topk-freq", "sparse attention"),
@@ -379,7 +379,7 @@ def test_leaving_a_flag_out_is_advised_only_where_no_result_depends_on_it():
         r"|save-(activations|[dw]grads|params|tokens-per-expert)-interval"
         r"|profile|(use-)?pytorch-profiler|nvtx-ranges|check-weight-hash|verify-integrity"
         r"|memory-snapshot-path|record-memory-history"
-        r"|otel-|ckpt-fully-parallel-(load|save-)|ckpt-pg-tensors-cache-|ckpt-drop-redundant-extra-state"
+        r"|otel-|ckpt-fully-parallel-(load|save-)|ckpt-pg-tensors-cache-"
         r"|apply-residual-connection-post-layernorm"  # Megatron-Core reads it nowhere
     )
     assert advised and all(harmless.match(name) for name in advised)

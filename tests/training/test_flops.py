@@ -84,6 +84,25 @@ def test_hybrid_layers_counted_by_hand():
     assert flops.num_layers == {"full": 1}
 
 
+def test_predictions_of_a_hybrid_model_counted_by_hand():
+    model = {
+        "num_layers": 1,
+        "hybrid_layer_pattern": "-/*-/*-",
+        "mtp_num_layers": 2,
+        "hidden_size": 8,
+        "ffn_hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_query_groups": 4,
+        "kv_channels": 2,
+    }
+    softmax, mlp, joined, output = 4 * 8 * 8, 2 * 8 * 16, 2 * 8 * 8, 80
+    for repeated in (False, True):  # the same weights are multiplied once for each prediction
+        arguments = {**model, "mtp_use_repeated_layer": repeated}
+        flops = gpt_flops(arguments, num_layers={"full": 2, "window": 0}, vocab_size=10)
+        assert flops.matrix_parameters == mlp + output + 2 * (softmax + mlp + joined + output)
+        assert flops.num_layers == {"full": 2}
+
+
 def test_experts_latent_attention_and_prediction_counted_by_hand():
     model = {
         "num_layers": 2,

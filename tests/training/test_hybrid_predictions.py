@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cp.training.arguments import judge_arguments, parse_arguments
+from megatron_cp.training.arguments.machine import GPU_MACHINE
 from tests.training.commands import SMALL_RUN, metrics, train
 from tests.training.test_hybrid_models import EXPERTS
 from tests.training.test_hybrid_models import RUN as PLAIN
@@ -25,6 +27,7 @@ MODELS = {
 PER_TOKEN = "--calculate-per-token-loss"
 KEYS = ("lm loss", "grad-norm", "load_balancing_loss", "mtp_1 loss", "mtp_2 loss")
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
+RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn layernorm"
 LAYOUTS = [  # model, ranks, flags
     ("own weights", 2, "--context-parallel-size 2 --cp-planner auto"),
     ("own weights", 3, "--context-parallel-size 3"),
@@ -40,6 +43,7 @@ LAYOUTS = [  # model, ranks, flags
     ("the same weights", 2, "--context-parallel-size 2"),
     ("the same weights", 4, TENSOR),
     ("the same weights", 2, "--pipeline-model-parallel-size 2"),
+    ("the same weights", 2, f"--context-parallel-size 2 {RECOMPUTED}"),
 ]
 
 
@@ -133,6 +137,8 @@ def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: st
 def test_the_number_of_predictions_follows_from_the_pattern():
     for flags in ([], ["--mtp-num-layers", "2"]):
         assert parse(*RUN, *flags).mtp_num_layers == 2
+    layers = parse_arguments([*RUN], {}).model.layers_by_mask()
+    assert layers == {"full": 3, "window": 0}  # one of the decoder, one of each prediction
     assert parse(*PLAIN, *EXPERTS).mtp_num_layers is None
 
 
@@ -155,6 +161,43 @@ def test_the_number_of_predictions_follows_from_the_pattern():
 def test_what_cannot_be_predicted_is_one_line(capsys, flags: str, said: str):
     (line,) = refusals(capsys, *RUN, *flags.split())
     assert said in line
+
+
+def test_flags_of_published_commands_that_change_no_result_are_noted():
+    """Those of Nemotron 3 Super and Lightning."""
+    flags = {
+        "--data-parallel-sharding-strategy": ["optim_grads_params"],
+        "--moe-flex-dispatcher-num-sms": ["16"],
+        "--moe-hybridep-num-sms": ["32"],
+        "--reuse-grad-buf-for-mxfp8-param-ag": [],
+        "--ckpt-drop-redundant-extra-state": [],
+        "--ckpt-fully-parallel-load-per-rank-objects": [],
+        "--no-ckpt-load-validate-sharding-integrity": [],
+    }
+    notes = "\n".join(
+        parse(*RUN, *(w for flag, more in flags.items() for w in (flag, *more))).notes
+    )
+    for flag in flags:
+        assert f"{flag} changes nothing here" in notes
+
+
+def test_fsdp_itself_is_still_refused(capsys):
+    said = refusals(
+        capsys, *RUN, "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim"
+    )
+    assert said[0].startswith(
+        "--use-megatron-fsdp is an argument of Megatron-LM that is not served"
+    )
+
+
+@pytest.mark.parametrize(("recipe", "kept"), [("mxfp8", False), ("delayed", True)])
+def test_weights_in_mxfp8_are_kept_in_their_own_format(recipe: str, kept: bool):
+    """Gathered weights in mxfp8 need the step of another loop."""
+    fp8 = f"--bf16 --fp8-format e4m3 --fp8-recipe {recipe} --fp8-param-gather --use-distributed-optimizer"
+    args, reasons = judge_arguments([*RUN, *fp8.split()], {}, GPU_MACHINE)
+    assert not reasons
+    assert args.fp8_param_gather == kept
+    assert any("--fp8-param-gather" in note for note in args.notes) != kept
 
 
 def test_weights_of_a_gpt_are_not_shared_by_its_predictions(capsys):

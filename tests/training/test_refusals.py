@@ -244,7 +244,10 @@ def test_instances_of_the_optimizer_need_einops():
 # Faults that do not follow from one another, and what the line about each begins with.
 FAULTS = {
     ("--use-mup",): "--use-mup is an argument of Megatron-LM",
-    ("--moe-hybridep-num-sms", "8"): "--moe-hybridep-num-sms is an argument of Megatron-LM",
+    (
+        "--moe-expert-rank-capacity-factor",
+        "8",
+    ): "--moe-expert-rank-capacity-factor is an argument of Megatron-LM",
     ("--context-paralel-size", "2"): "--context-paralel-size is unknown",
     ("--lr", "nothing"): "argument --lr: invalid float value: 'nothing'",
     ("--cp-backend", "magic"): "argument --cp-backend: invalid choice: 'magic'",

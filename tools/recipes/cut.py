@@ -51,6 +51,7 @@ _RECORDS = _flags(
 )
 _ON_A_GPU = _flags(
     "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-shared-expert-overlap "
+    "--moe-router-padding-for-quantization --moe-router-padding-for-fp8 "
     "--moe-flex-dispatcher-backend --moe-enable-deepep --moe-layer-recompute "
     "--use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype "
     "--exp-avg-sq-dtype --optimizer-cpu-offload --optimizer-offload-fraction "

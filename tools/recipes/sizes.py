@@ -139,7 +139,9 @@ def cut_layers(line: CommandLine, layers: int) -> None:
     if line.has(_PATTERN):
         kinds = _kinds(line.text(_PATTERN))
         pattern = "".join(kinds[place % len(kinds)] for place in range(layers))
-        line.set(_PATTERN, pattern, why=f"{layers} layers of the same kinds")
+        _, *predictions = line.text(_PATTERN).split("/")
+        whole = "/".join([pattern, *predictions])
+        line.set(_PATTERN, whole, why=f"{layers} layers of the same kinds")
         line.drop(("--num-layers",), "the pattern says it")
     else:
         line.set("--num-layers", layers, why="few layers")
@@ -151,7 +153,8 @@ def cut_layers(line: CommandLine, layers: int) -> None:
         elif value is not None:
             line.lower(flag, layers)
     line.lower("--recompute-num-layers", 1)
-    line.lower("--mtp-num-layers", 1)
+    if not line.has(_PATTERN):
+        line.lower("--mtp-num-layers", 1)
     for flag in ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"):
         line.drop((flag,), "it is about fp8")
 

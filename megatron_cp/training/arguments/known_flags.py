@@ -23,6 +23,10 @@ _STAYS = (
     "activations stay on the GPU: more memory, the same results; --recompute-modules saves memory"
 )
 _NOT_TURNED = "queries and keys of the index are never turned by a Hadamard matrix: their products are the same"
+_SENDERS = "how many parts of a GPU send tokens to experts changes how fast they travel, not where"
+_UNSHARDED = (
+    "it says how --use-megatron-fsdp shards, and without that flag nothing, in Megatron-LM too"
+)
 _NOT_DEFERRED = "the embedding's gradient is computed in its own backward pass; it is the same"
 
 # flag -> (number of values that follow it, -1 for any, why it changes nothing here)
@@ -80,6 +84,15 @@ NOTED: dict[str, tuple[int, str]] = {
     "--async-ckpt-use-cpu-shm": (0, _ONE_WRITER),
     "--async-ckpt-cpu-priority": (1, _ONE_WRITER),
     "--async-ckpt-io-priority": (1, _ONE_WRITER),
+    "--ckpt-drop-redundant-extra-state": (
+        0,
+        "states of Transformer Engine that say nothing are saved and read like all others",
+    ),
+    "--ckpt-fully-parallel-load-per-rank-objects": (0, "every rank reads what it needs"),
+    "--no-ckpt-load-validate-sharding-integrity": (
+        0,
+        "what ranks read of a checkpoint is always checked against each other",
+    ),
     "--exit-signal-handler-for-dataloader": (0, "loader workers never see the exit signal"),
     # where ranks lie and how they send
     "--cp-comm-type": (-1, _PLANNED),
@@ -100,6 +113,14 @@ NOTED: dict[str, tuple[int, str]] = {
     "--disable-symmetric-registration": (0, _NCCL),
     "--use-sharp": (0, _NCCL),
     "--sharp-enabled-group": (1, _NCCL),
+    "--reuse-grad-buf-for-mxfp8-param-ag": (
+        0,
+        "with --fp8-recipe mxfp8 weights stay in their format, and none is gathered in the buffer of a gradient",
+    ),
+    "--data-parallel-sharding-strategy": (1, _UNSHARDED),
+    "--moe-flex-dispatcher-num-sms": (1, _SENDERS),
+    "--moe-hybridep-num-sms": (1, _SENDERS),
+    "--moe-deepep-num-sms": (1, _SENDERS),
     "--ddp-num-buckets": (1, "--ddp-bucket-size alone sets the size of gradient buckets"),
     "--ddp-pad-buckets-for-high-nccl-busbw": (0, _NCCL),
     "--ddp-average-in-collective": (0, "gradients are scaled, then summed: the same mean"),
@@ -178,7 +199,8 @@ _NO_EQUIVALENT = (
 )
 _EXPERTS = "of experts, the flags of docs/flags.md are served; " + _UNDER_MEGATRON_LM
 _NO_PREDICTION = (
-    "of multi-token prediction, --mtp-num-layers and its factor are served; " + _UNDER_MEGATRON_LM
+    "of multi-token prediction, --mtp-num-layers, its factor, --mtp-use-repeated-layer and the / of "
+    "--hybrid-layer-pattern are served; " + _UNDER_MEGATRON_LM
 )
 _OTHER_MODEL = (
     "it belongs to models that are no GPT, which neither this program nor our attention serves"
@@ -213,7 +235,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("fp4", "linear layers compute in --bf16 or fp8 (--fp8-format)"),
     ("mtp-", _NO_PREDICTION),
     (
-        "ckpt-fully-parallel-load ckpt-pg-tensors ckpt-drop-redundant",
+        "ckpt-fully-parallel-load ckpt-pg-tensors",
         "every rank reads what it needs; " + _SAME_RESULTS,
     ),
     ("ckpt-fully-parallel-save-", "replicas share the work of a save; " + _SAME_RESULTS),
@@ -268,7 +290,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("nvtx-ranges", "--profile writes a trace of torch.profiler; " + _SAME_RESULTS),
     ("megatron-fsdp-grad-comm megatron-fsdp-main", _NO_EQUIVALENT),
     (
-        "megatron-fsdp fsdp- torch-fsdp2 data-parallel-sharding outer-dp-sharding full-sharding-in-hsdp "
+        "megatron-fsdp fsdp- torch-fsdp2 outer-dp-sharding full-sharding-in-hsdp "
         "create-all-gather-group strict-fsdp init-model-with-meta",
         _FSDP,
     ),

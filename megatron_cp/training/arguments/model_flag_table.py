@@ -121,6 +121,8 @@ MODEL_TABLE = """
 --moe-router-fusion on - | the router in fewer kernels
 --moe-permute-fusion on - | permutation in fewer kernels
 --moe-token-dispatcher-type one-of:allgather,alltoall,flex allgather | how tokens travel to experts
+--moe-router-padding-for-quantization on - | fill experts up to the rows that fp8 needs
+--moe-router-padding-for-fp8 on:moe_router_padding_for_quantization - | old spelling of that
 --moe-flex-dispatcher-backend one-of:deepep,hybridep deepep | library of the flex dispatcher
 --moe-enable-deepep on - | old spelling of --moe-flex-dispatcher-backend deepep
 --moe-expert-capacity-factor float - | tokens that an expert takes, over the mean

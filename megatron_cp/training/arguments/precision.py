@@ -69,6 +69,13 @@ def complete_engine(args: Namespace) -> Iterator[str]:
             "--transformer-impl transformer_engine needs a GPU: Megatron's local layers are built, "
             "the same computation"
         )
+    if args.fp8_recipe == "mxfp8" and args.fp8_param_gather:
+        # Megatron-Core gathers them in the buffer of gradients, and its own loop takes them out of it.
+        args.fp8_param_gather = False
+        args.notes.append(
+            "--fp8-param-gather with --fp8-recipe mxfp8 keeps weights in their format here, from which each pass makes "
+            "the same fp8: more memory"
+        )
     needs_engine = args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"
     if needs_engine and not has_engine:
         yield (
