@@ -23,7 +23,6 @@ LATER = {
 _NOT_SERVED: dict[str, tuple[Any, str]] = {
     "window_size": (None, "train a model without windows"),
     "softmax_type": ("vanilla", "train a model without attention sinks"),
-    "attention_dropout": (0.0, "give --attention-dropout 0 (another regularisation)"),
     "qk_clip": (False, "leave it out (other steps)"),
     "log_max_attention_logit": (False, "leave it out"),
     "dsa_indexer_topk_freq": (

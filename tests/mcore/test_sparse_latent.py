@@ -303,7 +303,6 @@ def test_checkpoints_name_and_cut_tensors_as_megatrons():
         ({"dsa_indexer_topk": None}, "dsa_indexer_topk=None"),
         ({"dsa_indexer_head_dim": 4}, "dsa_indexer_head_dim=4"),
         ({"window_size": (8, 0)}, "window_size"),
-        ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"softmax_type": "learnable"}, "softmax_type"),
         ({"dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq"),
     ],
@@ -314,7 +313,7 @@ def test_what_sparse_attention_does_not_honour_is_refused_by_name(settings, word
 
     from megatron_cp.mcore.sparse_settings import check_sparse
 
-    good = {**OPTIONS, "attention_dropout": 0.0, "softmax_type": "vanilla", "window_size": None}
+    good = {**OPTIONS, "softmax_type": "vanilla", "window_size": None}
     check_sparse(SimpleNamespace(**good))
     with pytest.raises((ValueError, NotImplementedError), match=words):
         check_sparse(SimpleNamespace(**{**good, **settings}))

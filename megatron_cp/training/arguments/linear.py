@@ -30,6 +30,11 @@ def complete_linear(args: Namespace) -> Iterator[str]:
                 "--linear-attention-freq with --experimental-attention-variant dsa makes no layer linear; leave it out "
                 "(the same model)"
             )
+        if args.attention_dropout:
+            args.notes.append(
+                f"--attention-dropout {args.attention_dropout} changes nothing here: sparse attention has none, in "
+                "Megatron-LM too"
+            )
         return
     if variant not in GATED_DELTA_NET:
         yield (

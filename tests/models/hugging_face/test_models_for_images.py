@@ -78,7 +78,8 @@ def test_the_language_model_comes_back_alone_or_into_the_whole(tmp_path: Path, n
     found, alone = tensors_of(tmp_path / "back"), tensors_of(tmp_path / "alone")
     assert found.keys() == alone.keys()
     assert all(torch.equal(found[one], alone[one]) for one in alone)
-    assert (logits_of_folder(tmp_path / "back") - expected_logits(name)).abs().max() == 0
+    # The weights are the same bits; where they lie in memory decides how a processor cuts its sums.
+    assert (logits_of_folder(tmp_path / "back") - expected_logits(name)).abs().max() < 1e-4
     to_hugging_face(tmp_path / "megatron", tmp_path / "whole", hf_folder=source)
     assert_same_folders(source, tmp_path / "whole")
     kind = type(make_tiny(name)).__name__.removesuffix("ForCausalLM")
