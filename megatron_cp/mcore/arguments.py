@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_cp.config import CPConfig
 from megatron_cp.mcore.mixers import linear_state_bytes
+from megatron_cp.mcore.sparse_settings import planner_of
 from megatron_cp.plan.hardware.speeds import read_rank_speeds
 from megatron_cp.plan.hardware.topology import read_topology
 
@@ -90,7 +91,7 @@ def cp_config_from_arguments(args: Namespace, *, on_cuda: bool) -> CPConfig:
     head_dim, value_head_dim = head_sizes(args)
     half = getattr(args, "bf16", False) or getattr(args, "fp16", False)
     settings: dict[str, Any] = {
-        "planner": args.cp_planner,
+        "planner": planner_of(args, args.cp_planner),
         "chunk_size": args.cp_chunk_size,
         "num_heads": heads // tp,
         "num_kv_heads": max(1, kv_heads // tp),

@@ -21,6 +21,7 @@ from megatron_cp.data.batch import PlanRequest, make_batch_plans
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mcore.arguments import head_sizes, rows_multiple
 from megatron_cp.mcore.mixers import SOFTMAX, layer_mixers, linear_state_bytes, prediction_mixers
+from megatron_cp.mcore.sparse_settings import planner_of
 from megatron_cp.plan import AttentionPlan
 
 _requests: set[PlanRequest] = set()
@@ -79,6 +80,7 @@ def _request_of(config: Any, plan_config: CPConfig) -> PlanRequest:
             plan_config,
             token_multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
             linear_state_bytes=linear_state_bytes(config, config.tensor_model_parallel_size),
+            planner=planner_of(config, plan_config.planner),
         ),
         num_full_layers=windows.count(False),
         num_window_layers=windows.count(True),

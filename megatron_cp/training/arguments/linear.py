@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_cp.mcore.mixers import GATED_DELTA_NET
-from megatron_cp.mcore.sparse_settings import SPARSE
+from megatron_cp.mcore.sparse_settings import SPARSE, planner_of
 from megatron_cp.training.arguments.faults import discard, require
 
 
@@ -29,6 +29,11 @@ def complete_linear(args: Namespace) -> Iterator[str]:
             yield (
                 "--linear-attention-freq with --experimental-attention-variant dsa makes no layer linear; leave it out "
                 "(the same model)"
+            )
+        if planner_of(args, args.cp_planner) != args.cp_planner and args.context_parallel_size > 1:
+            args.notes.append(
+                "--cp-planner auto is magi with sparse attention: every rank looks at the pairs of its own queries, "
+                "and magi balances those"
             )
         if args.attention_dropout:
             args.notes.append(
