@@ -28,7 +28,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megatron_cp.mcore import hybrid_classes, model_hooks
-from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
 from megatron_cp.mcore.mtp import count_per_rank, mark_prediction
 from megatron_cp.mcore.recurrence import refuse_inference
@@ -299,9 +298,7 @@ class PredictingModel(_PARTS.model):  # type: ignore[name-defined]
         config, cp_group = self.config, self.pg_collection.cp
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
-        num_tokens = loss_mask.sum()
-        if isinstance(params, ContextParallelParams):
-            num_tokens = count_per_rank(loss_mask, params, cp_group)
+        num_tokens = count_per_rank(loss_mask, getattr(params, "cp_group", None) or cp_group)
         share = config.mtp_loss_scaling_factor / config.mtp_num_layers
         for depth, ahead in enumerate(predicted):
             logits, _ = self.output_layer(ahead, weight=weight)

@@ -27,7 +27,7 @@ from megatron_cp.runtime.shards import document_starts, roll
 def install_order_roll() -> None:
     """Makes Megatron's `roll_tensor`, and its count of loss tokens, follow the plan of a micro-batch.
 
-    Without ContextParallelParams both stay as they are.
+    Without ContextParallelParams rows are rolled as they were; loss tokens are counted over the context ranks then too.
 
     Our attention calls it where MTP layers are configured. A second call changes nothing.
     """
@@ -75,7 +75,11 @@ def _following_plans(plain: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(packed_seq_params, ContextParallelParams):
-            return plain(tensor, shifts, dims, cp_group, packed_seq_params, **options)
+            tensor = tensor if tensor is None else tensor.as_subclass(torch.Tensor)
+            rolled, total = plain(tensor, shifts, dims, cp_group, packed_seq_params, **options)
+            if total is not None and rolled.is_floating_point() and _is_shared(cp_group):
+                total = _summed(total, cp_group).clamp(min=1) / cp_group.size()
+            return rolled, total
         if (shifts, dims) != (-1, -1):
             raise NotImplementedError(
                 f"roll_tensor(shifts={shifts}, dims={dims}); a pack is rolled by shifts=-1 along "
@@ -96,9 +100,10 @@ def _counting_over_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., to
 
     def process_mtp_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         params, mask = kwargs.get("packed_seq_params"), kwargs.get("loss_mask")
-        if isinstance(params, ContextParallelParams) and mask is not None:
+        group = getattr(params, "cp_group", None) or kwargs.get("cp_group")
+        if mask is not None and _is_shared(group):
             counted = mask.as_subclass(_CountedMask)
-            counted.count = count_per_rank(mask, params, kwargs.get("cp_group"))
+            counted.count = count_per_rank(mask, group)
             kwargs["loss_mask"] = counted
         return plain(*args, **kwargs)
 
@@ -118,14 +123,20 @@ class _CountedMask(torch.Tensor):
         return self.count
 
 
-def count_per_rank(
-    mask: torch.Tensor, params: ContextParallelParams, cp_group: Any
-) -> torch.Tensor:
-    """Returns the loss tokens of the context group / cp_size. Collective: every rank calls it."""
-    plan, total = params.plans["full"], mask.sum()
-    if plan.cp_size > 1:
-        dist.all_reduce(total, group=params.cp_group or cp_group)
-    return total / plan.cp_size
+def count_per_rank(mask: torch.Tensor, group: Any) -> torch.Tensor:
+    """Returns the loss tokens of the context group / its size. Collective: every rank of it calls it."""
+    total = mask.sum()
+    return _summed(total, group) / group.size() if _is_shared(group) else total
+
+
+def _is_shared(group: Any) -> bool:
+    return group is not None and group.size() > 1
+
+
+def _summed(count: torch.Tensor, group: Any) -> torch.Tensor:
+    total = count.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def roll_by_order(
@@ -153,7 +164,7 @@ def roll_by_order(
     rolled = torch.where(keep_T, rolled, torch.zeros_like(rolled)).reshape(shape)
     total = rolled.sum()
     if plan.cp_size > 1:
-        dist.all_reduce(total, group=group)
+        total = _summed(total, group)
     return rolled, total.clamp(min=1) / plan.cp_size
 
 

@@ -221,7 +221,12 @@ def under_our_names(saved: Mapping[str, Any]) -> dict[str, Any]:
         named.setdefault("layernorm_epsilon", named["norm_epsilon"])
     pattern = named.get("hybrid_layer_pattern") or named.get("hybrid_override_pattern")
     if pattern:  # the second is Megatron-LM's older name, and bars say where stages begin
-        named["hybrid_layer_pattern"] = pattern.replace("|", "")
+        decoder, *predictions = pattern.split("/")
+        named["hybrid_layer_pattern"] = decoder.replace("|", "")
+        if (
+            predictions
+        ):  # their tensors have no place in a folder: they are refused or left out by name
+            named["mtp_num_layers"] = None
         if named.get("mamba_head_dim"):  # heads need not be named
             named["mamba_num_heads"] = mamba_sizes(Namespace(**named)).num_heads
     return named

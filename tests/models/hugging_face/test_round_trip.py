@@ -174,7 +174,7 @@ def test_config_is_recomputed_where_none_was_carried(tmp_path: Path, name: str):
 def test_config_is_recomputed_of_a_pattern_as_megatron_lm_keeps_it(
     tmp_path: Path, name_of_pattern: str
 ):
-    """Under either of its names, with bars between stages, and with heads that fill twice the hidden size."""
+    """Under either of its names, with bars, heads that fill twice the hidden size, and predictions left out."""
     source, root = tmp_path / "source", tmp_path / "megatron"
     model = make_tiny("nemotron_h", mamba_num_heads=16)
     assert 16 * model.config.mamba_head_dim == 2 * model.config.hidden_size
@@ -183,7 +183,8 @@ def test_config_is_recomputed_of_a_pattern_as_megatron_lm_keeps_it(
     common = root / "iter_0000001" / "common.pt"
     entries = torch.load(common, weights_only=False)
     pattern = vars(entries["args"]).pop("hybrid_layer_pattern")
-    vars(entries["args"]).update({name_of_pattern: f"{pattern[:3]}|{pattern[3:]}"})
+    vars(entries["args"]).update({name_of_pattern: f"{pattern[:3]}|{pattern[3:]}/M*"})
+    entries["args"].mtp_num_layers = 1
     entries["args"].mamba_num_heads = None
     torch.save(entries, common)
     (root / "hugging_face" / "config.json").unlink()
