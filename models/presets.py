@@ -80,6 +80,32 @@ TINY_HYBRID: Preset = {
     "untie_embeddings_and_output_weights": False,
 }
 
+# A few million parameters, of whose 1,024 keys an index picks 64. Ours.
+TINY_SPARSE: Preset = {
+    **_LLAMA_LIKE,
+    "num_layers": 3,
+    "hidden_size": 192,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 6,
+    "kv_channels": 32,
+    "vocab_size": 4096,
+    "max_position_embeddings": 8192,
+    "untie_embeddings_and_output_weights": False,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 32,
+    "rope_type": "rope",
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 8,
+    "dsa_indexer_head_dim": 32,
+    "dsa_indexer_topk": 64,
+    "dsa_indexer_loss_coeff": 0.01,
+}
+
 # The smallest GPT-3. Source: Brown et al. 2020, table 2.1 (12 layers, width 768, 12 heads of 64,
 # context 2048); vocabulary of GPT-2. With GPT-2's own 1024 positions this is GPT-2 small.
 GPT_125M: Preset = {
@@ -228,6 +254,18 @@ DEEPSEEK_V3: Preset = {
     "mtp_loss_scaling_factor": 0.1,
 }
 
+# DeepSeek-V3 with sparse attention. Source: DeepSeek-AI 2025, section 2.1; config.json of
+# deepseek-ai/DeepSeek-V3.2-Exp. The weight of the index's loss is that of Megatron-LM's test.
+DEEPSEEK_V3_2: Preset = {
+    **DEEPSEEK_V3,
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 64,
+    "dsa_indexer_head_dim": 128,
+    "dsa_indexer_topk": 2048,
+    "dsa_indexer_k_norm_epsilon": 1e-6,
+    "dsa_indexer_loss_coeff": 0.01,
+}
+
 # Source: NVIDIA 2025 (arXiv 2504.03624), table 1; config.json of nvidia/Nemotron-H-8B-Base-8K.
 NEMOTRON_H_8B: Preset = {
     **_HYBRID,
@@ -275,6 +313,7 @@ PRESETS: dict[str, Preset] = {
     "tiny": TINY,
     "tiny-moe": TINY_MOE,
     "tiny-hybrid": TINY_HYBRID,
+    "tiny-sparse": TINY_SPARSE,
     "gpt-125m": GPT_125M,
     "llama3-8b": LLAMA3_8B,
     "qwen3-8b": QWEN3_8B,
@@ -282,6 +321,7 @@ PRESETS: dict[str, Preset] = {
     "mixtral-8x7b": MIXTRAL_8X7B,
     "gpt-oss-20b": GPT_OSS_20B,
     "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3.2": DEEPSEEK_V3_2,
     "nemotron-h-8b": NEMOTRON_H_8B,
     "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO,
 }

@@ -202,7 +202,7 @@ SPARSE = shlex.split("""
 @pytest.mark.parametrize("layout", ["cp2", "tp2-cp2", "pp2-cp2"])
 @pytest.mark.parametrize("documents", ["positions, no mask", "two samples", "none"])
 def test_sparse_attention_gives_the_losses_of_one_context_rank(corpus, layout, documents):
-    """Megatron's own layer needs Transformer Engine, so the reference is ours; before 0.19 it takes one context rank."""
+    """Megatron's own layer needs Transformer Engine: the reference is ours. Before 0.19 it takes one context rank."""
     if minor_version() < 19:
         pytest.skip("this Megatron-LM refuses context parallelism with sparse attention")
     ranks, parallel = LAYOUTS[layout]

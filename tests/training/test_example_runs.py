@@ -50,11 +50,14 @@ def test_experts_train_on_context_and_expert_parallel_ranks(tmp_path: Path):
     assert set(metrics(tmp_path / "run", "load_balancing_loss")) == {1, 2, 3, 4}
 
 
-def test_a_hybrid_trains_on_two_context_ranks_as_on_one(tmp_path: Path):
+@pytest.mark.parametrize("example", ["pretrain_hybrid.sh", "pretrain_sparse.sh"])
+def test_a_model_of_other_layers_trains_on_two_context_ranks_as_on_one(
+    tmp_path: Path, example: str
+):
     losses = []
     for ranks in ("2", "1"):
         folder = tmp_path / ranks
-        said = run("pretrain_hybrid.sh", tmp_path, STEPS="3", CP=ranks, RUN_DIR=str(folder))
+        said = run(example, tmp_path, STEPS="3", CP=ranks, RUN_DIR=str(folder))
         check_picture_and_next(said, folder)
         losses.append(metrics(folder))
     assert losses[0] == pytest.approx(losses[1], rel=3e-6)
