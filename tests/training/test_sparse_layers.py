@@ -1,0 +1,109 @@
+"""Sparse attention in the training loop: one checkpoint, the same losses at every layout; what is said of its flags."""
+
+import shlex
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.training.arguments import parse_arguments
+from megatron_cp.training.logging.flops import gpt_flops
+from tests.training.commands import SMALL_RUN, metrics, train
+from tests.training.verdicts import refusals
+
+SPARSE = shlex.split(
+    "--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 12 --rope-type rope --experimental-attention-variant dsa "
+    "--dsa-indexer-n-heads 8 --dsa-indexer-head-dim 16 --dsa-indexer-topk 12 --dsa-indexer-loss-coeff 0.5"
+)
+MODEL = [
+    *SPARSE,
+    *shlex.split(
+        "--untie-embeddings-and-output-weights --mtp-num-layers 1 --calculate-per-token-loss --init-method-std 0.2"
+    ),
+]
+LAYOUTS = {  # ranks, flags
+    "context": (3, "--context-parallel-size 3"),
+    "stages and replicas": (4, "--pipeline-model-parallel-size 2"),
+    "tensor and context": (4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    "tensor, sequence, recomputed": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1",
+    ),
+}
+
+
+def small_run() -> list[str]:
+    flags = list(SMALL_RUN)
+    place = flags.index("--group-query-attention")
+    del flags[place : place + 3]
+    return flags
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
+    train(1, *small_run(), *MODEL, *flags)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
+    world_size, flags = LAYOUTS[layout]
+    resumed = ["--load", str(alone), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
+    train(world_size, *small_run(), *MODEL, *resumed, *flags.split())
+    for key in ("lm loss", "grad-norm", "indexer loss", "mtp_1 loss"):
+        found, expected = metrics(tmp_path / "run", key), metrics(alone, key)
+        assert sorted(found) == [2, 3, 4], key
+        for iteration, value in found.items():
+            assert value == pytest.approx(expected[iteration], rel=1e-5), (key, iteration)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--dsa-indexer-topk 0", "dsa_indexer_topk=0 must be positive"),
+        ("--dsa-indexer-head-dim 4", "dsa_indexer_head_dim=4 must be at least"),
+        ("--window-size 16,0", "window_size=(16, 0) with experimental_attention_variant='dsa'"),
+        ("--softmax-type learnable", "softmax_type='learnable'"),
+        ("--linear-attention-freq 2", "makes no layer linear"),
+        ("--dsa-indexer-topk-freq 2", "--dsa-indexer-topk-freq is an argument of Megatron-LM"),
+    ],
+)
+def test_what_sparse_attention_does_not_have_is_refused(capsys, flags: str, said: str):
+    lines = refusals(capsys, *small_run(), *SPARSE, *flags.split())
+    assert any(said in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--dsa-kernel-backend tilelang", "--dsa-kernel-backend changes nothing here"),
+        ("--attention-dropout 0.1", "--attention-dropout 0.1 changes nothing here: sparse"),
+        ("--no-dsa-indexer-rotate-activation", "never turned by a Hadamard matrix"),
+    ],
+)
+def test_what_changes_nothing_is_noted(flags: str, said: str):
+    config = parse_arguments([*small_run(), *SPARSE, *flags.split()], {})
+    assert any(said in note for note in config.notes), config.notes
+
+
+def test_operations_count_what_the_index_looks_at_and_what_is_picked():
+    dense = dict(
+        Namespace(
+            num_layers=1, hidden_size=32, ffn_hidden_size=64, num_attention_heads=2, swiglu=True,
+            multi_latent_attention=True, q_lora_rank=8, kv_lora_rank=16, qk_head_dim=4, qk_pos_emb_head_dim=4,
+            v_head_dim=6, experimental_attention_variant=None, linear_attention_freq=None,
+        ).__dict__
+    )  # fmt: skip
+    index = {"dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 5, "dsa_indexer_topk": 2}
+    sparse = {**dense, **index, "experimental_attention_variant": "dsa"}
+    one, other = (
+        gpt_flops(arguments, num_layers={"full": 1}, vocab_size=50) for arguments in (dense, sparse)
+    )
+    assert other.matrix_parameters - one.matrix_parameters == 8 * 3 * 5 + 32 * (3 + 5)
+    # Ten tokens that see 55 pairs: the index all of them, attention two a token, over 2 x 16 + 4 columns of 2 heads.
+    expected = 6 * (10 * other.matrix_parameters + 55 * 15 + 20 * 2 * 36)
+    assert other.of_step(10, {"full": 55}) == expected
