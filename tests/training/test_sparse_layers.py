@@ -107,3 +107,13 @@ def test_operations_count_what_the_index_looks_at_and_what_is_picked():
     # Ten tokens that see 55 pairs: the index all of them, attention two a token, over 2 x 16 + 4 columns of 2 heads.
     expected = 6 * (10 * other.matrix_parameters + 55 * 15 + 20 * 2 * 36)
     assert other.of_step(10, {"full": 55}) == expected
+
+
+def test_packs_weigh_the_same_in_micro_batches_and_on_replicas(tmp_path: Path):
+    """Without per-token loss the loss of the index is a mean, of which each micro-batch has a part."""
+    flags = [*small_run(), *SPARSE, "--init-method-std", "0.2", "--dsa-indexer-loss-coeff", "5"]
+    for ranks in (1, 2):
+        train(ranks, *flags, "--run-dir", str(tmp_path / str(ranks)))
+    for key in ("lm loss", "grad-norm", "indexer loss"):
+        one, two = (metrics(tmp_path / str(ranks), key) for ranks in (1, 2))
+        assert two == pytest.approx(one, rel=1e-5), key
