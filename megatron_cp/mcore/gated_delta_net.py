@@ -28,7 +28,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_cp.api import cp_causal_conv1d, cp_linear_attention
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.micro_batch import PlanFinder, prepare_layer
-from megatron_cp.mcore.recurrence import Recurrence, refuse_inference, split_over_tensor_ranks
+from megatron_cp.mcore.recurrence import (
+    Recurrence,
+    refuse_inference,
+    split_over_tensor_ranks,
+    weight_of,
+)
 
 _SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 
@@ -172,7 +177,7 @@ class ContextGatedDeltaNet(Recurrence, GatedDeltaNet):
         )
         channels = cp_causal_conv1d(
             channels.flatten(1),
-            self.conv1d.weight.squeeze(1).repeat(batch, 1),
+            weight_of(self.conv1d).squeeze(1).repeat(batch, 1),
             stream.plan,
             stream.group,
             document_lengths=stream.document_lengths,

@@ -42,6 +42,7 @@ from megatron_cp.mcore.recurrence import (
     Stream,
     refuse_inference,
     split_over_tensor_ranks,
+    weight_of,
 )
 
 _IN_PROJ = ("z", "x", "B", "C", "dt")
@@ -162,7 +163,7 @@ class ContextMambaMixer(Recurrence, MegatronModule):
         )
         channels = cp_causal_conv1d(
             channels.flatten(1),
-            self.conv1d.weight.squeeze(1).repeat(batch, 1),
+            weight_of(self.conv1d).squeeze(1).repeat(batch, 1),
             stream.plan,
             stream.group,
             document_lengths=stream.document_lengths,

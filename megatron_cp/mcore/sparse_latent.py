@@ -33,7 +33,7 @@ from megatron_cp.api import cp_sparse_attention
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.indexer import Indexer, attach_indexer_loss, rotated
 from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of, prepare_layer
-from megatron_cp.mcore.recurrence import refuse_inference
+from megatron_cp.mcore.recurrence import refuse_inference, weight_of
 
 
 class SparseCore(MegatronModule):
@@ -241,7 +241,7 @@ class SparseLatentAttention(MLASelfAttention):
         config = self.config
         sizes = [config.qk_head_dim, config.v_head_dim]
         heads = (self.num_attention_heads_per_partition, sum(sizes))
-        keys, values = self.linear_kv_up_proj.weight.unflatten(0, heads).split(sizes, dim=1)
+        keys, values = weight_of(self.linear_kv_up_proj).unflatten(0, heads).split(sizes, dim=1)
         return keys, values
 
     def _angles(self, hidden_states: torch.Tensor, params: Any) -> tuple[torch.Tensor, float]:

@@ -270,6 +270,34 @@ def test_samples_of_one_stream_are_one_pack():
     assert_near(folded.transpose(0, 1).reshape(flat.shape), flat.double())
 
 
+def bring(weight, kept):
+    """Returns a hook that gives a weight its value."""
+
+    def hook(*_):
+        weight.data.copy_(kept)
+
+    return hook
+
+
+def run_gathered(rank, world_size):
+    """Output of the layer, and of one whose weights are no numbers until a hook before their module brings them."""
+    with parallel_state(Case()):
+        layer = build_layer(Case())
+        x = rows_and_upstream(sum(LENGTHS))[0]
+        whole = layer(x, None)[0].detach()
+        for module in layer.modules():
+            for weight in module.parameters(recurse=False):
+                module.register_forward_pre_hook(bring(weight, weight.detach().clone()))
+                weight.data.fill_(torch.nan)
+        return whole, layer(x, None)[0].detach()
+
+
+def test_weights_are_read_after_the_hooks_that_gather_them():
+    ((whole, gathered),) = run_on_ranks(1, run_gathered)
+    assert whole.isfinite().all()
+    assert torch.equal(gathered, whole)
+
+
 def parts(rank, world_size):
     with parallel_state(Case(tp=world_size)):
         return parts_of_checkpoint(build_layer(Case(tp=world_size)))
