@@ -34,7 +34,7 @@ from megatron_cp.runtime.session import check_plan, open_session
 from megatron_cp.runtime.sparse_layout import SparseLayout, sparse_layout
 
 MOST_BYTES = 1 << 28
-"""Of scores that are held at once; a choice, not measured on a GPU."""
+"""Of scores and picked rows that are held at once; a choice, not measured on a GPU."""
 
 
 @eager
@@ -160,7 +160,15 @@ class _Call:
         if self.rule.loss == "visible":
             heads += queries.q.shape[1]
         size = accumulation_dtype(queries.q.dtype).itemsize
-        return self.layout.chunks(2 * heads * size, MOST_BYTES)
+        width = queries.q.shape[2] + queries.index_q.shape[2]
+
+        def bytes_of_row(num_keys: int) -> int:
+            num_picked = min(
+                num_keys, self.rule.topk
+            )  # rows of their own for each query, and gradients
+            return 2 * size * (heads * num_keys + width * num_picked)
+
+        return self.layout.chunks(bytes_of_row, MOST_BYTES)
 
 
 class _SparseAttention(torch.autograd.Function):

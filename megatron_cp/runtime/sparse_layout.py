@@ -6,7 +6,7 @@ own query see travel once, latent and small, and lie in the order of tokens.
 
 # T rows of this rank, t of them tokens, R rows of keys that it holds
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,10 +39,12 @@ class SparseLayout:
     reach: IntArray
     """From the first to behind the last key that each of them sees, `[2, t]`."""
 
-    def chunks(self, bytes_of_pair: int, most_bytes: int) -> Iterator[tuple[slice, slice]]:
-        """Yields these tokens and the keys that any of them sees, so few at a time that pairs take `most_bytes`.
+    def chunks(
+        self, bytes_of_row: Callable[[int], int], most_bytes: int
+    ) -> Iterator[tuple[slice, slice]]:
+        """Yields these tokens and the keys that any of them sees, so few at a time that they take `most_bytes`.
 
-        One token is never cut.
+        `bytes_of_row` says what one token takes beside so many keys. One token is never cut.
         """
         waiting = [
             (begin, min(len(self.rows), begin + MOST_ROWS))
@@ -53,7 +55,7 @@ class SparseLayout:
             first, stop = self.reach[:, begin:end]
             keys = slice(int(first.min()), int(stop.max()))
             num_rows = end - begin
-            if num_rows > 1 and num_rows * (keys.stop - keys.start) * bytes_of_pair > most_bytes:
+            if num_rows > 1 and num_rows * bytes_of_row(keys.stop - keys.start) > most_bytes:
                 middle = begin + num_rows // 2
                 waiting += [(middle, end), (begin, middle)]
             else:

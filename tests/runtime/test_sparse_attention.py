@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_cp as mcp
 from megatron_cp import mask as masks
@@ -136,6 +137,34 @@ def test_chunks_of_a_few_pairs_give_the_same(ranks, loss):
     name = "odd documents"
     for found in run_on_ranks(ranks, run, name, "auto", loss, 1000, timeout=60):
         assert_is(found, wanted_of(name, loss))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the bytes of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if torch.is_tensor(x):
+                self.num_bytes = max(self.num_bytes, x.numel() * x.element_size())
+        return result
+
+
+@pytest.mark.parametrize("loss", ["picked", "visible"])
+def test_neither_scores_nor_picked_rows_exceed_their_bytes(monkeypatch, loss):
+    monkeypatch.setattr(sparse_attention, "MOST_BYTES", 1 << 20)
+    tokens, width = 512, 64  # picked rows of all tokens at once: 8 MB
+    plan = make_plan(masks.causal(tokens), 1, mcp.CPConfig())
+    shapes = [(2, width), (width,), (1, 4), (4,), (1,)]
+    inputs = [torch.randn(tokens, *shape).requires_grad_() for shape in shapes]
+    with Largest() as largest:
+        results = mcp.cp_sparse_attention(
+            *inputs, plan, None, topk=64, value_dim=32, index_loss=loss
+        )
+        torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+    assert largest.num_bytes <= 1 << 20
 
 
 def equal_scores(rank, world_size):
