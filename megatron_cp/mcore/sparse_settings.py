@@ -21,6 +21,7 @@ LATER = {
 
 # name -> what it must be, and what to do.
 _NOT_SERVED: dict[str, tuple[Any, str]] = {
+    "fp8": (None, "leave it out: up-projections of latent rows would stay in 16 bits"),
     "window_size": (None, "train a model without windows"),
     "softmax_type": ("vanilla", "train a model without attention sinks"),
     "qk_clip": (False, "leave it out (other steps)"),

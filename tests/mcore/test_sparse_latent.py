@@ -330,6 +330,7 @@ def test_checkpoints_name_and_cut_tensors_as_megatrons():
         ({"q_lora_rank": None}, "q_lora_rank"),
         ({"dsa_indexer_topk": None}, "dsa_indexer_topk=None"),
         ({"dsa_indexer_head_dim": 4}, "dsa_indexer_head_dim=4"),
+        ({"fp8": "hybrid"}, "fp8='hybrid'"),
         ({"window_size": (8, 0)}, "window_size"),
         ({"softmax_type": "learnable"}, "softmax_type"),
         ({"dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq"),
