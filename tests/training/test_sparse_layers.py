@@ -26,6 +26,10 @@ LAYOUTS = {  # ranks, flags
     "context": (3, "--context-parallel-size 3"),
     "stages and replicas": (4, "--pipeline-model-parallel-size 2"),
     "tensor and context": (4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    "every weight gathered alone": (
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1",
+    ),
     "tensor, sequence, recomputed": (
         2,
         "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method block "
@@ -69,6 +73,7 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
         ("--window-size 16,0", "window_size=(16, 0) with experimental_attention_variant='dsa'"),
         ("--softmax-type learnable", "softmax_type='learnable'"),
         ("--linear-attention-freq 2", "makes no layer linear"),
+        ("--cp-max-received-mb 1", "--cp-max-received-mb 1 with --experimental-attention-variant dsa"),
         ("--dsa-indexer-topk-freq 2", "--dsa-indexer-topk-freq is an argument of Megatron-LM"),
     ],
 )
@@ -82,6 +87,7 @@ def test_what_sparse_attention_does_not_have_is_refused(capsys, flags: str, said
     [
         ("--dsa-kernel-backend tilelang", "--dsa-kernel-backend changes nothing here"),
         ("--attention-dropout 0.1", "--attention-dropout 0.1 changes nothing here: sparse"),
+        ("--recompute-granularity selective", "recomputing core_attn changes nothing here"),
         ("--no-dsa-indexer-rotate-activation", "never turned by a Hadamard matrix"),
     ],
 )

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_cp.mcore.mixers import GATED_DELTA_NET
-from megatron_cp.mcore.sparse_settings import SPARSE, planner_of
+from megatron_cp.mcore.sparse_settings import SPARSE
 from megatron_cp.training.arguments.faults import discard, require
 
 
@@ -25,21 +25,7 @@ def complete_linear(args: Namespace) -> Iterator[str]:
             )
         return
     if variant == SPARSE:
-        if args.linear_attention_freq is not None:
-            yield (
-                "--linear-attention-freq with --experimental-attention-variant dsa makes no layer linear; leave it out "
-                "(the same model)"
-            )
-        if planner_of(args, args.cp_planner) != args.cp_planner and args.context_parallel_size > 1:
-            args.notes.append(
-                "--cp-planner auto is magi with sparse attention: every rank looks at the pairs of its own queries, "
-                "and magi balances those"
-            )
-        if args.attention_dropout:
-            args.notes.append(
-                f"--attention-dropout {args.attention_dropout} changes nothing here: sparse attention has none, in "
-                "Megatron-LM too"
-            )
+        yield from _complete_sparse(args)
         return
     if variant not in GATED_DELTA_NET:
         yield (
@@ -68,3 +54,35 @@ def complete_linear(args: Namespace) -> Iterator[str]:
             "--experimental-attention-variant gated_delta_net takes the activation of the MLP, and is made for SiLU; "
             "give --swiglu (another model)"
         )
+
+
+def _complete_sparse(args: Namespace) -> Iterator[str]:
+    """Says what sparse attention makes of flags that plain attention heeds."""
+    if args.linear_attention_freq is not None:
+        yield (
+            "--linear-attention-freq with --experimental-attention-variant dsa makes no layer linear; leave it out "
+            "(the same model)"
+        )
+    if args.attention_dropout:
+        args.notes.append(
+            f"--attention-dropout {args.attention_dropout} changes nothing here: sparse attention has none, in "
+            "Megatron-LM too"
+        )
+    if args.cp_max_received_mb is not None:
+        yield (
+            f"--cp-max-received-mb {args.cp_max_received_mb} with --experimental-attention-variant dsa is not served: "
+            "every key that a query may see travels, however plans are made; leave it out"
+        )
+        args.cp_max_received_mb = None
+    if args.context_parallel_size > 1 or args.spans_replicas:
+        args.notes.append(
+            "bytes and times that plans and reports foretell are those of attention to all keys; sparse attention looks "
+            "at its pairs where the query lies: --cp-planner auto is magi, which balances those"
+        )
+    modules = args.recompute_modules or ("core_attn",)
+    if args.recompute_granularity == "selective":
+        for name in sorted({"core_attn", "mla_up_proj"}.intersection(modules)):
+            args.notes.append(
+                f"recomputing {name} changes nothing here: sparse attention keeps no scores, but it keeps its queries "
+                "and latent rows; --recompute-granularity full saves that memory"
+            )
