@@ -26,10 +26,6 @@ LAYOUTS = {  # ranks, flags
     "context": (3, "--context-parallel-size 3"),
     "stages and replicas": (4, "--pipeline-model-parallel-size 2"),
     "tensor and context": (4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
-    "every weight gathered alone": (
-        2,
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1",
-    ),
     "tensor, sequence, recomputed": (
         2,
         "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method block "
@@ -73,7 +69,10 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
         ("--window-size 16,0", "window_size=(16, 0) with experimental_attention_variant='dsa'"),
         ("--softmax-type learnable", "softmax_type='learnable'"),
         ("--linear-attention-freq 2", "makes no layer linear"),
-        ("--cp-max-received-mb 1", "--cp-max-received-mb 1 with --experimental-attention-variant dsa"),
+        (
+            "--cp-max-received-mb 1",
+            "--cp-max-received-mb 1 with --experimental-attention-variant dsa",
+        ),
         ("--dsa-indexer-topk-freq 2", "--dsa-indexer-topk-freq is an argument of Megatron-LM"),
     ],
 )
@@ -113,6 +112,14 @@ def test_operations_count_what_the_index_looks_at_and_what_is_picked():
     # Ten tokens that see 55 pairs: the index all of them, attention two a token, over 2 x 16 + 4 columns of 2 heads.
     expected = 6 * (10 * other.matrix_parameters + 55 * 15 + 20 * 2 * 36)
     assert other.of_step(10, {"full": 55}) == expected
+
+
+def test_every_weight_may_be_gathered_alone(alone: Path, tmp_path: Path):
+    """Also those that are read and not called."""
+    flags = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 1"
+    train(2, *small_run(), *MODEL, *flags.split(), "--run-dir", str(tmp_path / "run"))
+    for key in ("lm loss", "grad-norm", "indexer loss"):
+        assert metrics(tmp_path / "run", key) == pytest.approx(metrics(alone, key), rel=1e-5), key
 
 
 def test_packs_weigh_the_same_in_micro_batches_and_on_replicas(tmp_path: Path):

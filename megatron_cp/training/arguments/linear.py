@@ -76,8 +76,8 @@ def _complete_sparse(args: Namespace) -> Iterator[str]:
         args.cp_max_received_mb = None
     if args.context_parallel_size > 1 or args.spans_replicas:
         args.notes.append(
-            "bytes and times that plans and reports foretell are those of attention to all keys; sparse attention looks "
-            "at its pairs where the query lies: --cp-planner auto is magi, which balances those"
+            "bytes and times that plans and reports foretell are those of attention to all keys; sparse attention "
+            "looks at its pairs where the query lies: --cp-planner auto is magi, which balances those"
         )
     modules = args.recompute_modules or ("core_attn",)
     if args.recompute_granularity == "selective":
