@@ -61,10 +61,16 @@ class Keys(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """The keys of each query, in order: `[c, k]` of n, and which of them are any; the others are its first again."""
+    """The keys of each query, in order: `[c, k]` of n, and how many are any, `[c]`; the others are its first again."""
 
     keys: Tensor
-    is_any: Tensor
+    size: Tensor
+
+    @property
+    def is_any(self) -> Tensor:
+        """Which of them are any, `[c, k]`."""
+        places = torch.arange(self.keys.shape[1], device=self.keys.device)
+        return places < self.size.unsqueeze(1)
 
 
 def visible_keys(intervals: Tensor, num_keys: int) -> Tensor:
@@ -91,18 +97,17 @@ def pick(scores: Tensor, visible: Tensor, topk: int) -> Picked:
     Fewer where a query sees fewer; it sees one at least.
     """
     count = min(topk, scores.shape[1])
-    scores = scores.masked_fill(~visible, -torch.inf)
+    scores = torch.where(visible, scores, -torch.inf)
     least = scores.topk(count, dim=1, sorted=True).values[:, -1:]
     above, level = scores > least, (scores == least) & visible
     room = count - above.sum(dim=1, keepdim=True)
     chosen = above | (level & (level.cumsum(dim=1) <= room))
-    places = torch.where(
-        chosen, chosen.cumsum(dim=1) - 1, count
-    )  # the last place is for all others
+    # Of `count` places and one more, for all that are not picked.
+    places = torch.where(chosen, chosen.cumsum(dim=1) - 1, count)
     keys = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
     found = keys.new_zeros(len(scores), count + 1).scatter_(1, places, keys)[:, :count]
-    is_any = torch.arange(count, device=scores.device) < chosen.sum(dim=1, keepdim=True)
-    return Picked(torch.where(is_any, found, found[:, :1]), is_any)
+    picked = Picked(found, chosen.sum(dim=1))
+    return picked._replace(keys=torch.where(picked.is_any, found, found[:, :1]))
 
 
 def attend_to_picked(
@@ -115,7 +120,7 @@ def attend_to_picked(
     visible = visible_keys(intervals, len(keys.latent))
     scores = index_scores(queries, keys.index_k, rule)
     picked = pick(scores, visible, rule.topk)
-    selected = keys.latent[picked.keys]
+    selected = _rows(keys.latent, picked.keys)
     weights = _softmax(_logits(queries.q, selected, rule), picked.is_any.unsqueeze(1))
     out = _product(weights, selected[..., : rule.value_dim], queries.q.dtype)
     # A score that is no number picks nothing; it must not look like a query without keys.
@@ -152,48 +157,70 @@ def gradients_of_picked(
     (fp64).
     """
     d_out, d_divergence = given
-    selected, dtype = keys.latent[picked.keys], queries.q.dtype
-    weights = _softmax(_logits(queries.q, selected, rule), picked.is_any.unsqueeze(1))
-    values = selected[..., : rule.value_dim]
-    d_weights = _product(d_out, values.transpose(1, 2), dtype)
-    d_logits = weights * (d_weights - (weights * d_weights).sum(dim=2, keepdim=True)) * rule.scale
-    d_q = _product(d_logits, selected, dtype)
-    d_selected = _product(d_logits.transpose(1, 2), queries.q, dtype)
-    d_selected[..., : rule.value_dim] += _product(weights.transpose(1, 2), d_out, dtype)
-    d_latent = d_selected.new_zeros(keys.latent.shape)
-    _add_rows(d_latent, picked.keys, d_selected)
+    d_q, d_latent, weights = _gradients_of_attention(queries.q, keys.latent, picked, d_out, rule)
     if rule.loss is None:
-        nothing = (torch.zeros_like(x, dtype=d_q.dtype) for x in (*queries[1:], keys.index_k))
-        d_index_q, d_index_weights, d_index_k = nothing
-        return ChunkGradients(Queries(d_q, d_index_q, d_index_weights), Keys(d_latent, d_index_k))
-    index_keys = keys.index_k[picked.keys]
-    if rule.loss == "picked":
-        seen, by_head = picked.is_any, _by_head(queries.index_q, index_keys)
-    else:
-        seen, by_head = (
-            visible_keys(intervals, len(keys.latent)),
-            _by_head(queries.index_q, keys.index_k),
+        of_index = tuple(torch.zeros_like(x, dtype=d_q.dtype) for x in (*queries[1:], keys.index_k))
+    elif rule.loss == "picked":
+        of_index = _gradients_of_index(
+            queries, _rows(keys.index_k, picked.keys), weights, picked.is_any, d_divergence, rule
         )
+    else:
+        seen = visible_keys(intervals, len(keys.latent))
         weights = _softmax(_logits(queries.q, keys.latent, rule), seen.unsqueeze(1))
+        of_index = _gradients_of_index(queries, keys.index_k, weights, seen, d_divergence, rule)
+    d_index_q, d_index_weights, d_index_k = of_index
+    if d_index_k.dim() == 3:
+        d_rows, d_index_k = d_index_k, d_index_k.new_zeros(keys.index_k.shape)
+        _add_rows(d_index_k, picked.keys, d_rows)
+    return ChunkGradients(Queries(d_q, d_index_q, d_index_weights), Keys(d_latent, d_index_k))
+
+
+def _gradients_of_attention(
+    q: Tensor, latent: Tensor, picked: Picked, d_out: Tensor, rule: SparseRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of `q` and `latent`, and the weights of attention to the picked keys `[c, N, k]`."""
+    selected, seen = _rows(latent, picked.keys), picked.is_any.unsqueeze(1)
+    weights = _softmax(_logits(q, selected, rule), seen)
+    d_weights = _product(d_out, selected[..., : rule.value_dim].transpose(1, 2), q.dtype)
+    d_logits = weights * (d_weights - (weights * d_weights).sum(dim=2, keepdim=True)) * rule.scale
+    d_selected = _product(d_logits.transpose(1, 2), q, q.dtype)
+    d_selected[..., : rule.value_dim].add_(_product(weights.transpose(1, 2), d_out, q.dtype))
+    d_latent = d_selected.new_zeros(latent.shape)
+    _add_rows(d_latent, picked.keys, d_selected)
+    return _product(d_logits, selected, q.dtype), d_latent, weights
+
+
+def _gradients_of_index(
+    queries: Queries,
+    index_k: Tensor,
+    weights: Tensor,
+    seen: Tensor,
+    d_divergence: Tensor,
+    rule: SparseRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of queries, weights and keys of the index, over the keys that are compared.
+
+    `index_k` `[n, I]`, or `[c, k, I]` of each query, has a gradient of its own shape; `weights` are attention's.
+    """
+    dtype, by_head = queries.q.dtype, _by_head(queries.index_q, index_k)
     counted = by_head.relu() if rule.has_relu else by_head
     head_weights = queries.index_weights.to(by_head.dtype)
-    scores = (head_weights.unsqueeze(1) @ counted).squeeze(1)
-    guess = _softmax(scores, seen)
+    guess = _softmax((head_weights.unsqueeze(1) @ counted).squeeze(1), seen)
     d_scores = (guess - _target(weights, rule)) * d_divergence.unsqueeze(1)
     d_index_weights = (counted @ d_scores.unsqueeze(2)).squeeze(2)
     d_by_head = head_weights.unsqueeze(2) * d_scores.unsqueeze(1)
     if rule.has_relu:
         d_by_head.masked_fill_(by_head <= 0, 0)
-    d_index_k = d_by_head.new_zeros(keys.index_k.shape)
-    if rule.loss == "picked":
-        d_index_q = _product(d_by_head, index_keys, dtype)
-        d_rows = _product(d_by_head.transpose(1, 2), queries.index_q, dtype)
-        _add_rows(d_index_k, picked.keys, d_rows)
-    else:
-        flat = d_by_head.flatten(0, 1)
-        d_index_q = _product(flat, keys.index_k, dtype).view(queries.index_q.shape)
-        d_index_k += _product(flat.t(), queries.index_q.flatten(0, 1), dtype)
-    return ChunkGradients(Queries(d_q, d_index_q, d_index_weights), Keys(d_latent, d_index_k))
+    if index_k.dim() == 3:
+        d_index_q = _product(d_by_head, index_k, dtype)
+        return (
+            d_index_q,
+            d_index_weights,
+            _product(d_by_head.transpose(1, 2), queries.index_q, dtype),
+        )
+    flat = d_by_head.flatten(0, 1)
+    d_index_q = _product(flat, index_k, dtype).view(queries.index_q.shape)
+    return d_index_q, d_index_weights, _product(flat.t(), queries.index_q.flatten(0, 1), dtype)
 
 
 def _by_head(index_queries: Tensor, index_keys: Tensor) -> Tensor:
@@ -222,12 +249,12 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _softmax(logits: Tensor, seen: Tensor) -> Tensor:
     """Returns the softmax over what is seen; zero in a row that sees nothing."""
-    return logits.masked_fill(~seen, -torch.inf).softmax(dim=-1).masked_fill(~seen, 0)
+    return torch.where(seen, torch.where(seen, logits, -torch.inf).softmax(dim=-1), 0)
 
 
 def _log_softmax(scores: Tensor, seen: Tensor) -> Tensor:
     """Returns its logarithm; zero where nothing is seen."""
-    return scores.masked_fill(~seen, -torch.inf).log_softmax(dim=-1).masked_fill(~seen, 0)
+    return torch.where(seen, torch.where(seen, scores, -torch.inf).log_softmax(dim=-1), 0)
 
 
 def _target(weights: Tensor, rule: SparseRule) -> Tensor:
@@ -237,6 +264,11 @@ def _target(weights: Tensor, rule: SparseRule) -> Tensor:
         dist.all_reduce(total, group=rule.head_group)
     whole = total.sum(dim=1, keepdim=True)
     return total / torch.where(whole > 0, whole, 1)
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """Returns the rows of `x` `[n, L]` at each place of `index` `[c, k]`: `[c, k, L]`."""
+    return x.index_select(0, index.flatten()).view(*index.shape, -1)
 
 
 def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:

@@ -141,6 +141,10 @@ class _Call:
         held = held.index_select(0, self.layout.held)
         return Keys(*held.split([latent.shape[1], index_k.shape[1]], dim=1))
 
+    def at_home(self, x: Tensor, num_rows: int) -> Tensor:
+        """Returns rows of tokens where they lie among a rank's rows; the others are zero."""
+        return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, self.layout.rows, x)
+
     def bring_home(self, gradients: Keys, num_rows: int) -> Keys:
         """Returns the gradients of own rows, given those of the keys held here, from all ranks. Collective."""
         exchange, widths = self.layout.exchange, [x.shape[1] for x in gradients]
@@ -163,9 +167,7 @@ class _Call:
         width = queries.q.shape[2] + queries.index_q.shape[2]
 
         def bytes_of_row(num_keys: int) -> int:
-            num_picked = min(
-                num_keys, self.rule.topk
-            )  # rows of their own for each query, and gradients
+            num_picked = min(num_keys, self.rule.topk)  # each query has copies of their rows
             return 2 * size * (heads * num_keys + width * num_picked)
 
         return self.layout.chunks(bytes_of_row, MOST_BYTES)
@@ -181,23 +183,20 @@ class _SparseAttention(torch.autograd.Function):
         held, layout = call.hold(latent, index_k), call.layout
         queries = Queries(*(x.index_select(0, layout.rows) for x in (q, index_q, index_weights)))
         exact = accumulation_dtype(q.dtype)
-        outs = q.new_zeros(len(layout.rows), q.shape[1], call.rule.value_dim)
-        divergence = q.new_zeros(len(layout.rows), dtype=exact)
-        picked: list[Picked] = []
+        outs = [q.new_zeros(0, q.shape[1], call.rule.value_dim)]
+        divergences = [q.new_zeros(0, dtype=exact)]
+        ctx.call, ctx.picked = call, list[Picked]()
         for rows, keys in call.chunks(queries):
             intervals = layout.intervals[:, :, rows] - keys.start
-            out, divergence[rows], found = attend_to_picked(
+            out, divergence, found = attend_to_picked(
                 queries.part(rows), held.part(keys), intervals, call.rule
             )
-            outs[rows] = out.to(q.dtype)
-            picked.append(Picked(found.keys.int(), found.is_any))
-        ctx.call, ctx.picked = call, picked
+            outs.append(out.to(q.dtype))
+            divergences.append(divergence)
+            ctx.picked.append(found._replace(keys=found.keys.int()))
         ctx.save_for_backward(*tensors)
-        whole = q.new_zeros(len(q), *outs.shape[1:])
-        return (
-            whole.index_copy_(0, layout.rows, outs),
-            divergence.new_zeros(len(q)).index_copy_(0, layout.rows, divergence),
-        )
+        out, divergence = (call.at_home(torch.cat(parts), len(q)) for parts in (outs, divergences))
+        return out, divergence
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -208,7 +207,7 @@ class _SparseAttention(torch.autograd.Function):
         own = (q, index_q, index_weights)
         queries = Queries(*(x.index_select(0, layout.rows) for x in own))
         d_out, d_divergence = (x.index_select(0, layout.rows) for x in (d_out, d_divergence))
-        d_queries = Queries(*(torch.zeros_like(x, dtype=exact) for x in queries))
+        d_queries = [Queries(*(x.new_zeros((0, *x.shape[1:]), dtype=exact) for x in queries))]
         d_held = Keys(*(torch.zeros_like(x, dtype=exact) for x in held))
         picked = iter(ctx.picked)
         for rows, keys in call.chunks(queries):
@@ -216,19 +215,17 @@ class _SparseAttention(torch.autograd.Function):
             gradients = gradients_of_picked(
                 *(queries.part(rows), held.part(keys)),
                 layout.intervals[:, :, rows] - keys.start,
-                Picked(found.keys.long(), found.is_any),
+                found._replace(keys=found.keys.long()),
                 (d_out[rows], d_divergence[rows]),
                 call.rule,
             )
-            for total, part in zip(d_queries, gradients.queries, strict=True):
-                total[rows] = part
+            d_queries.append(gradients.queries)
             for total, part in zip(d_held, gradients.keys, strict=True):
-                total[keys] += part
+                total[keys].add_(part)
         d_latent, d_index_k = call.bring_home(d_held, len(latent))
-        d_own = (
-            x.new_zeros(len(q), *x.shape[1:]).index_copy_(0, layout.rows, x) for x in d_queries
+        d_q, d_index_q, d_index_weights = (
+            call.at_home(torch.cat(parts), len(q)) for parts in zip(*d_queries, strict=True)
         )
-        d_q, d_index_q, d_index_weights = d_own
         found = (d_q, d_latent, d_index_q, d_index_k, d_index_weights)
         cast = (x.to(like.dtype) for x, like in zip(found, ctx.saved_tensors, strict=True))
         return (*cast, None)
