@@ -16,7 +16,8 @@ Parts, in order:
     dims       head dims 64, 96, 192, 256 and 192/128
     stages     passes that add to others beside passes alone, rows joined beside a copy
     ranks      two and four ranks on this one GPU, gloo and NCCL: values, traces, every planner
-    linear     linear attention in plain torch and by flash-linear-attention where that is: values, time, memory
+    linear     linear attention in plain torch and by flash-linear-attention where that is, sparse attention: values,
+               time, memory
     rope       RoPE in one kernel of torch.compile, beside Megatron-Core's operations one by one: values, time
     training   small runs with megatron-core in all layouts, side by side: losses those of one rank (the same model)
     sanitize   compute-sanitizer on tiny cases, each in a process of its own: what memcheck finds is a failure; reports

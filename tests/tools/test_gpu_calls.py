@@ -9,7 +9,7 @@ import torch
 
 from tests.attn.fla_on_host import chunk_gated_delta_rule, installed
 from tests.processes import HANG_SECONDS
-from tools.gpu import calls, linear, shares
+from tools.gpu import calls, linear, shares, sparse
 from tools.gpu.check import Check, Wishes
 from tools.gpu.report import Report
 from tools.gpu.watchdog import StopError, Watchdog
@@ -65,12 +65,35 @@ def test_linear_attention_that_is_wrong_is_said_and_stops_nothing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     found = {"fla": lambda: linear.check_values("fla", True), "torch": lambda: "right"}
     monkeypatch.setattr(linear, "checks", lambda: found)
+    monkeypatch.setattr(sparse, "checks", dict)
     with installed(careless):
         check.linear()
     check.watchdog.stop()
     page = check.report.page()
     assert "| fla | FAILED | AssertionError: it failed its test on this device |" in page
     assert "linear attention: 1 checks failed" in page
+
+
+@pytest.fixture
+def sparse_on_host(monkeypatch):
+    monkeypatch.setattr(sparse, "DEVICE", "cpu")
+    monkeypatch.setattr(sparse, "SIZES", sparse.Sizes(2, 24, 16, 4, 8))
+
+
+@pytest.mark.usefixtures("sparse_on_host")
+def test_sparse_attention_is_compared_with_its_definition():
+    assert sparse.check_all_keys().startswith("relative errors ")
+    assert sparse.check_few_keys().startswith("0.0% of the queries are off")
+
+
+@pytest.mark.usefixtures("sparse_on_host")
+def test_sparse_attention_that_is_wrong_is_said(monkeypatch):
+    plain = sparse._by_us
+    monkeypatch.setattr(sparse, "_by_us", lambda *args: [x * 1.05 for x in plain(*args)])
+    with pytest.raises(AssertionError, match="off by"):
+        sparse.check_all_keys()
+    with pytest.raises(AssertionError, match="of the queries are off"):
+        sparse.check_few_keys()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would check values")

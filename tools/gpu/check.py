@@ -23,6 +23,7 @@ from tools.gpu import (
     ranks,
     sanitizer,
     shares,
+    sparse,
     stages,
     training,
     values,
@@ -155,8 +156,9 @@ class Check:
             self._heard(f"{num_ranks} ranks, {backend}", verdict, words)
 
     def linear(self) -> None:
-        """Checks and times linear attention; what is wrong there says nothing of the kernels, and stops nothing."""
+        """Checks and times linear and sparse attention; what is wrong there stops nothing, and is none of kernels."""
         self._note("linear attention", linear.checks(), linear.SECONDS)
+        self._note("sparse attention", sparse.checks(), sparse.SECONDS)
 
     def rope(self) -> None:
         """Checks and times RoPE in one kernel; what is wrong there says nothing of ours, and stops nothing."""
