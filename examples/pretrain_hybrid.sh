@@ -8,12 +8,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" WANDB_MODE="${WANDB_MODE:-offline}"
 
-CP="${CP:-2}" STEPS="${STEPS:-20}" RUN_DIR="${RUN_DIR:-runs/hybrid/cp$CP}"
+EXAMPLE="${EXAMPLE:-hybrid}" # what is trained: the preset tiny-$EXAMPLE; pretrain_sparse.sh gives another
+CP="${CP:-2}" STEPS="${STEPS:-20}" RUN_DIR="${RUN_DIR:-runs/$EXAMPLE/cp$CP}"
 read -ra MODEL <<< "$(python -c '
 import sys
 from megatron_cp.models.presets import PRESETS
 from megatron_cp.training.arguments import flags_of
-print(*flags_of(PRESETS[sys.argv[1]]))' "${PRESET:-tiny-hybrid}")"
+print(*flags_of(PRESETS[sys.argv[1]]))' "${PRESET:-tiny-$EXAMPLE}")"
 
 torchrun --standalone --nproc-per-node "$CP" pretrain_gpt.py "${MODEL[@]}" \
     --context-parallel-size "$CP" \
@@ -24,4 +25,4 @@ torchrun --standalone --nproc-per-node "$CP" pretrain_gpt.py "${MODEL[@]}" \
 
 python -m megatron_cp report "$RUN_DIR"
 echo "picture: $RUN_DIR/report.html"
-echo "next: CP=1 RUN_DIR=runs/hybrid/cp1 bash examples/pretrain_hybrid.sh, or a published model: docs/convert.md"
+echo "next: CP=1 RUN_DIR=runs/$EXAMPLE/cp1 bash examples/pretrain_$EXAMPLE.sh, or a published model: docs/convert.md"

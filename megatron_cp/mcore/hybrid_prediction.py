@@ -29,8 +29,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from megatron_cp.mcore import hybrid_classes, model_hooks
 from megatron_cp.mcore.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
+from megatron_cp.mcore.layer_calls import refuse_inference
 from megatron_cp.mcore.mtp import count_per_rank, mark_prediction
-from megatron_cp.mcore.recurrence import refuse_inference
 from megatron_cp.mcore.wrapping import put_hook
 
 _PARTS = hybrid_classes.hybrid_parts()

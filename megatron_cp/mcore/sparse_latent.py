@@ -32,8 +32,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_cp.api import cp_sparse_attention
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.indexer import Indexer, attach_indexer_loss, rotated
+from megatron_cp.mcore.layer_calls import refuse_inference, weight_of
 from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of, prepare_layer
-from megatron_cp.mcore.recurrence import refuse_inference, weight_of
 
 
 class SparseCore(MegatronModule):

@@ -13,6 +13,7 @@ from megatron_cp.mcore.hybrid_pattern import EXPERTS, hybrid_layers
 from megatron_cp.models.hugging_face import expert_settings as experts
 from megatron_cp.models.hugging_face import settings as s
 from megatron_cp.models.hugging_face import weights as w
+from megatron_cp.models.hugging_face.common import LLAMA_LIKE, NO_BIAS
 from megatron_cp.models.hugging_face.family import Family
 from megatron_cp.models.hugging_face.orders import by_group, section_of
 from megatron_cp.models.hugging_face.settings import Arguments, Config, Setting, same
@@ -236,25 +237,12 @@ NEMOTRON_H = Family(
         _NO_LIMIT,
         _OF_EXPERTS,
     ),
-    constants={
-        "swiglu": False,
-        "squared_relu": True,
-        "quick_geglu": False,
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "qk_layernorm": False,
-        "multi_latent_attention": False,
-        "softmax_type": "vanilla",
-        "window_size": None,
-        "window_attn_skip_freq": None,
-        "position_embedding_type": "none",
-    },
+    constants={name: value for name, value in LLAMA_LIKE.items() if name != "num_experts"}
+    | {"swiglu": False, "squared_relu": True, "position_embedding_type": "none"},
     only={
         "mlp_hidden_act": ("relu2",),
         "mamba_hidden_act": ("silu", None),
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
+        **NO_BIAS,
         "use_bias": (False, None),
         "mamba_proj_bias": (False, None),
         "use_conv_bias": (True, None),

@@ -7,7 +7,7 @@ import torch
 
 import megatron_cp as mcp
 from tests.child import fresh_process
-from tests.fake_gpu import CUDA, Meter, fake_gpus
+from tests.fake_gpu import CUDA, Meter, contiguous_copy, fake_gpus
 
 HEADS, WIDTH = 4, 64
 LENGTHS = [5000, 1, 700, 2491]
@@ -19,17 +19,12 @@ def in_a_fresh_process():
         yield call
 
 
-def _contiguous(x):
-    """Does what `contiguous` does, without the guard of a device that this build of torch does not know."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def metered(plan, rank, num_ranks, with_channels, with_beta):
     """Returns what waited, and the bytes moved, in a forward pass of one rank."""
     options = {"document_lengths": LENGTHS}
     with (
         fake_gpus(rank, num_ranks) as group,
-        mock.patch.object(torch.Tensor, "contiguous", _contiguous),
+        mock.patch.object(torch.Tensor, "contiguous", contiguous_copy),
     ):
         rows = plan.tokens_per_rank
         x = torch.empty(rows, HEADS * WIDTH, device=CUDA, dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 import megatron_cp as mcp
 from megatron_cp.attn.sparse import Keys, Queries, SparseRule, attend_to_picked, gradients_of_picked
 from tests.child import fresh_process
-from tests.fake_gpu import CUDA, Meter, fake_gpus
+from tests.fake_gpu import CUDA, Meter, contiguous_copy, fake_gpus
 
 HEADS, WIDTH, VALUES, INDEX_HEADS, INDEX_WIDTH, TOPK = 16, 576, 512, 4, 128, 256
 LENGTHS = [5000, 1, 700, 2491]
@@ -21,11 +21,6 @@ def in_a_fresh_process():
         yield call
 
 
-def _contiguous(x):
-    """Does what `contiguous` does, without the guard of a device that this build of torch does not know."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _bmm(a, b, out_dtype):
     """Has the shapes of `bmm` with another type of result, which asks for a real device."""
     return torch.matmul(a, b).to(out_dtype)
@@ -34,7 +29,7 @@ def _bmm(a, b, out_dtype):
 def fakes(rank, num_ranks):
     """Returns a context of fake GPUs, whose process group it gives."""
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(torch.Tensor, "contiguous", _contiguous))
+    stack.enter_context(mock.patch.object(torch.Tensor, "contiguous", contiguous_copy))
     stack.enter_context(mock.patch.object(torch, "bmm", _bmm))
     return stack, stack.enter_context(fake_gpus(rank, num_ranks))
 
