@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_cp.mask import from_slices
@@ -32,7 +33,6 @@ def install_order_roll() -> None:
     Our attention calls it where MTP layers are configured. A second call changes nothing.
     """
     from megatron.core.models.gpt import gpt_model
-    from megatron.core.transformer import multi_token_prediction
 
     hybrid_model = sys.modules[hybrid_classes.hybrid_parts().model.__module__]
     for module in (multi_token_prediction, gpt_model, hybrid_model):
@@ -78,7 +78,7 @@ def _following_plans(plain: Callable[..., Any]) -> Callable[..., Any]:
             tensor = tensor if tensor is None else tensor.as_subclass(torch.Tensor)
             rolled, total = plain(tensor, shifts, dims, cp_group, packed_seq_params, **options)
             if total is not None and rolled.is_floating_point() and _is_shared(cp_group):
-                total = _summed(total, cp_group).clamp(min=1) / cp_group.size()
+                total = _share(_summed(total, cp_group), cp_group.size())
             return rolled, total
         if (shifts, dims) != (-1, -1):
             raise NotImplementedError(
@@ -99,12 +99,25 @@ def _counting_over_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., to
     """
 
     def process_mtp_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-        params, mask = kwargs.get("packed_seq_params"), kwargs.get("loss_mask")
+        params, rows = kwargs.get("packed_seq_params"), kwargs.get("input_ids")
         group = getattr(params, "cp_group", None) or kwargs.get("cp_group")
-        if mask is not None and _is_shared(group):
-            counted = mask.as_subclass(_CountedMask)
-            counted.count = count_per_rank(mask, group)
-            kwargs["loss_mask"] = counted
+        if not _is_shared(group):
+            return plain(*args, **kwargs)
+        labels, mask = kwargs.get("labels"), kwargs.get("loss_mask")
+        if labels is None and rows is None:  # nothing to learn
+            return plain(*args, **kwargs)
+        if mask is None:
+            mask = torch.ones_like(rows if labels is None else labels, dtype=torch.float32)
+        if (
+            labels is None
+        ):  # since 0.19 they are the successors, as Megatron would find them behind the count
+            roll_tensor = functools.partial(
+                multi_token_prediction.roll_tensor, cp_group=group, packed_seq_params=params
+            )
+            labels, mask = roll_tensor(rows)[0], roll_tensor(mask)[0]
+        counted = mask.as_subclass(_CountedMask)
+        counted.count = count_per_rank(mask, group)
+        kwargs.update(labels=labels, loss_mask=counted)
         return plain(*args, **kwargs)
 
     return process_mtp_loss
@@ -121,6 +134,24 @@ class _CountedMask(torch.Tensor):
             "Megatron's loss of predictions sums its mask in another way"
         )
         return self.count
+
+
+class _Share(torch.Tensor):
+    """Loss tokens of a context group / its size: perhaps less than 1, which Megatron takes at least since 0.17."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Computes as plain tensors do; a share is already of at least one token, and no bound changes it."""
+        if func in (torch.clamp, torch.Tensor.clamp):
+            return args[0].as_subclass(torch.Tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _share(total: torch.Tensor, cp_size: int) -> torch.Tensor:
+    return (total.clamp(min=1) / cp_size).as_subclass(_Share)
 
 
 def count_per_rank(mask: torch.Tensor, group: Any) -> torch.Tensor:
@@ -165,7 +196,7 @@ def roll_by_order(
     total = rolled.sum()
     if plan.cp_size > 1:
         total = _summed(total, group)
-    return rolled, total.clamp(min=1) / plan.cp_size
+    return rolled, _share(total, plan.cp_size)
 
 
 @functools.lru_cache(maxsize=64)

@@ -112,7 +112,7 @@ GLM4_MOE = Family(
         *EXPERTS_BEHIND_DENSE_LAYERS,
     ),
     constants=LLAMA_LIKE | EXPERTS_BY_SIGMOID,
-    only=ANY_SHARE_ROTATES | {"norm_topk_prob": (True, None)},
+    only=ANY_SHARE_ROTATES | {"norm_topk_prob": (True,)},
 )
 MIXTRAL = Family(
     model_type="mixtral",

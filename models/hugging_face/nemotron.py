@@ -251,7 +251,7 @@ NEMOTRON_H = Family(
         "hidden_dropout": (0, None),
         "sliding_window": (None,),
         "residual_in_fp32": (False, None),
-        "norm_topk_prob": (True, None),
+        "norm_topk_prob": (True,),
         "n_shared_experts": (1, None),
         # The mixer's own norm has 1e-5 in Megatron-Core whatever the configuration says.
         "layer_norm_epsilon": (1e-5,),

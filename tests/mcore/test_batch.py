@@ -125,14 +125,62 @@ def _rolled_sequence(rank, world_size, mask):
         own = torch.cat([pieces[rank], pieces[2 * world_size - 1 - rank]])[None]
         once, first = multi_token_prediction.roll_tensor(own, cp_group=group)
         _, second = multi_token_prediction.roll_tensor(once, cp_group=group)
-        return [float(count_per_rank(own, group)), float(first), float(second)]
+        counts = [float(count_per_rank(own, group)), float(first), float(second)]
+        # What Megatron divides by since 0.17.
+        bounded = [float(first.clamp(min=1)), float(torch.clamp(second, min=1))]
+        return counts, bounded
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_tokens_of_whole_sequences_are_counted_over_the_context_ranks(cp: int):
     mask = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0]  # ranks hold other numbers of them
-    for counts in run_on_ranks(cp, _rolled_sequence, mask):
+    for counts, bounded in run_on_ranks(cp, _rolled_sequence, mask):
         assert counts == [sum(mask[depth:]) / cp for depth in (0, 1, 2)]
+        assert bounded == counts[1:]
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]])
+def test_a_loss_token_weighs_alike_where_there_are_fewer_than_ranks(mask: list[int]):
+    for _, bounded in run_on_ranks(2, _rolled_sequence, [float(m) for m in mask]):
+        assert bounded == [0.5, 0.5], "of one token, or of none, which counts as one"
+
+
+def _losses_of_predictions(rank, world_size, mask):
+    """What Megatron's loss of predictions is given where the ids alone are said, as in reinforcement learning."""
+    with parallel_state(Case(cp=world_size)) as groups:
+        from megatron.core.transformer import multi_token_prediction
+
+        from megatron_cp.mcore.mtp import install_order_roll
+
+        def recorded(**given):
+            return (
+                given["labels"].tolist()[0],
+                given["loss_mask"].tolist()[0],
+                given["loss_mask"].sum(),
+            )
+
+        multi_token_prediction.process_mtp_loss = recorded  # since 0.17
+        install_order_roll()
+        ids, mask = torch.arange(1, 9), None if mask is None else torch.tensor(mask)
+        pieces = [rank, 2 * world_size - 1 - rank]
+        ids, mask = (
+            None if x is None else torch.cat([x.chunk(2 * world_size)[i] for i in pieces])[None]
+            for x in (ids, mask)
+        )
+        return multi_token_prediction.process_mtp_loss(
+            labels=None, loss_mask=mask, input_ids=ids, cp_group=groups.get_context_parallel_group()
+        )
+
+
+@pytest.mark.parametrize("mask", [None, [0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]])
+def test_predictions_learned_from_ids_alone_count_over_the_context_ranks(mask: list[float] | None):
+    successors = [*([1.0] * 8 if mask is None else mask)[1:], 0.0]
+    for rows, (labels, seen, count) in zip(
+        ([0, 1, 6, 7], [2, 3, 4, 5]), run_on_ranks(2, _losses_of_predictions, mask), strict=True
+    ):
+        assert labels == [[2, 3, 4, 5, 6, 7, 8, 0][row] for row in rows]
+        assert seen == [successors[row] for row in rows]
+        assert float(count) == sum(successors) / 2
 
 
 def _train_mtp(rank, world_size, case):
