@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 
 from megatron_cp.mcore import compat, hybrid_classes
 from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
+from megatron_cp.mcore.hybrid_recompute import RecomputedStack
 from megatron_cp.mcore.mamba_mixer import ContextMambaMixer
 from megatron_cp.mcore.mtp import mark_prediction
 from megatron_cp.mcore.norm import LocalNorm
@@ -31,6 +32,7 @@ from megatron_cp.mcore.spec import uses_transformer_engine, with_context_paralle
 from megatron_cp.mcore.validation import check_spec
 
 _PARTS = hybrid_classes.hybrid_parts()
+_STACK = _PARTS.stack if _PARTS.recomputes else RecomputedStack
 _ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
 _MLP = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
@@ -52,7 +54,7 @@ def hybrid_stack_spec_of(config: Any, **attention_options: Any) -> ModuleSpec:
         NotImplementedError: for a setting that the spec cannot follow, by its name.
         ValueError: for an engine that is not installed.
     """
-    return ModuleSpec(module=_PARTS.stack, submodules=_submodules(config, **attention_options))
+    return ModuleSpec(module=_STACK, submodules=_submodules(config, **attention_options))
 
 
 def _submodules(config: Any, **attention_options: Any) -> Any:
@@ -166,7 +168,7 @@ class NumberedPrediction(multi_token_prediction.MultiTokenPredictionLayer):
         mark_prediction(self.mtp_model_layer, config, self.layer_number)
 
 
-class ConfiguredStack(_PARTS.stack):  # type: ignore[name-defined]
+class ConfiguredStack(_STACK):  # type: ignore[misc, valid-type]
     """A stack that reads its parts from the configuration when it is built, as `spec.ConfiguredLayer` does."""
 
     follows_plans = True

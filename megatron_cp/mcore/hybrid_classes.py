@@ -27,6 +27,8 @@ class HybridParts(NamedTuple):
     """Its argument that takes the spec of the stack."""
     predicts: bool
     """Whether the model makes predictions of further tokens, of which its submodules then have a spec."""
+    recomputes: bool
+    """Whether the stack recomputes whole layers where that is asked for."""
 
 
 def hybrid_parts() -> HybridParts:
@@ -53,6 +55,7 @@ def hybrid_parts() -> HybridParts:
         pattern=next((name for name in names if name in known), names[0]),
         spec=next((name for name in known if name.endswith("_stack_spec")), "hybrid_stack_spec"),
         predicts="mtp_block_spec" in submodules.__dataclass_fields__,
+        recomputes=hasattr(block, "checkpointed_forward"),
     )
 
 

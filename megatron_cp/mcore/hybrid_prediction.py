@@ -305,7 +305,6 @@ class PredictingModel(_PARTS.model):  # type: ignore[name-defined]
             rolled = {"cp_group": cp_group, "packed_seq_params": params}
             labels, _ = multi_token_prediction.roll_tensor(labels, **rolled)
             loss_mask, num_ahead = multi_token_prediction.roll_tensor(loss_mask, **rolled)
-            num_ahead = num_ahead.clamp(min=1 / cp_group.size())
             losses = loss_mask * self.compute_language_model_loss(labels, logits)
             multi_token_prediction.MTPLossLoggingHelper.save_loss_to_tracker(
                 losses.sum() / num_ahead,

@@ -104,13 +104,12 @@ def _counting_over_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., to
         if not _is_shared(group):
             return plain(*args, **kwargs)
         labels, mask = kwargs.get("labels"), kwargs.get("loss_mask")
-        if labels is None and rows is None:  # nothing to learn
+        tokens = rows if labels is None else labels
+        if tokens is None:  # nothing to learn
             return plain(*args, **kwargs)
         if mask is None:
-            mask = torch.ones_like(rows if labels is None else labels, dtype=torch.float32)
-        if (
-            labels is None
-        ):  # since 0.19 they are the successors, as Megatron would find them behind the count
+            mask = torch.ones_like(tokens, dtype=torch.float32)
+        if labels is None:  # since 0.19 Megatron finds them so, but behind the count
             roll_tensor = functools.partial(
                 multi_token_prediction.roll_tensor, cp_group=group, packed_seq_params=params
             )

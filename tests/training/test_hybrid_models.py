@@ -38,6 +38,15 @@ LAYOUTS = {  # ranks, flags
         2,
         "--expert-model-parallel-size 2 --recompute-granularity selective --recompute-modules core_attn layernorm",
     ),
+    "all recomputed": (
+        2,
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+    ),
+    "stages, some layers recomputed": (
+        2,
+        "--pipeline-model-parallel-size 2 --hybrid-layer-pattern M-M|*ME*- --recompute-granularity full "
+        "--recompute-method block --recompute-num-layers 2",
+    ),
     "replicas": (4, "--context-parallel-size 2"),
 }
 
@@ -91,8 +100,6 @@ def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: st
         ("--hybrid-layer-pattern M-|M*", "has 2 stages; --pipeline-model-parallel-size is 1"),
         ("", "has layers of experts (E); give --num-experts"),
         ("--hybrid-layer-pattern M* --num-experts 4", "without E has no layer"),
-        ("--hybrid-layer-pattern M* --recompute-granularity full --recompute-method uniform",
-         "would leave it aside"),
         ("--hybrid-layer-pattern M* --mamba-num-groups 3", "a multiple of mamba_num_groups=3"),
         ("--hybrid-layer-pattern M* --mamba-state-dim 0", "--mamba-state-dim 0 must be positive"),
         ("--num-experts 4 --moe-latent-size 0", "--moe-latent-size 0 must be positive"),

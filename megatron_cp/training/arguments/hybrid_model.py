@@ -138,8 +138,3 @@ def check_hybrid_model(args: Namespace) -> Iterator[str]:
             f"--optimizer {args.optimizer} with --hybrid-layer-pattern is not served: which of a mixer's matrices it "
             "may take differs by version of Megatron-Core; give --optimizer adam (other steps)"
         )
-    if args.recompute_granularity == "full":
-        yield (
-            "--recompute-granularity full with --hybrid-layer-pattern is not served: the stack of Megatron-Core 0.16 "
-            "would leave it aside without a word; give --recompute-granularity selective, the same results"
-        )
