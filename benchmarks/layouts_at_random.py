@@ -15,7 +15,7 @@ from timing import Table, environment, publish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.training.random_layouts import LAYOUTS, Verdict, draw, run_trials
+from tests.training.random_layouts import KINDS, LAYOUTS, Verdict, draw, run_trials
 
 
 def rows_of(verdicts: list[Verdict]) -> list[list[str | int]]:
@@ -37,11 +37,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trials", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:
-        trials = draw(arguments.trials, arguments.seed, Path(folder))
+        trials = draw(arguments.trials, arguments.seed, Path(folder), kinds=arguments.kinds)
         for verdict in run_trials(trials, Path(folder)):
             verdicts.append(verdict)
             if verdict.result != "equal":

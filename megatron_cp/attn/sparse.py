@@ -111,18 +111,20 @@ def pick(scores: Tensor, visible: Tensor, topk: int) -> Picked:
 
 
 def attend_to_picked(
-    queries: Queries, keys: Keys, intervals: Tensor, rule: SparseRule
+    queries: Queries, keys: Keys, intervals: Tensor, rule: SparseRule, picked: Picked | None = None
 ) -> tuple[Tensor, Tensor, Picked]:
     """Returns out `[c, N, V]` and the divergence `[c]` of the index from attention, fp32 (fp64), and what was picked.
 
-    The divergence is KL(attention, averaged over heads || softmax of the index's scores); 0 without `rule.loss`.
+    The divergence is KL(attention, averaged over heads || softmax of the index's scores); 0 without `rule.loss`. With
+    `picked` there is no index, and no loss.
     """
+    if picked is not None:
+        out, _ = _attended(queries.q, keys.latent, picked, rule)
+        return out, out.new_zeros(len(out)), picked
     visible = visible_keys(intervals, len(keys.latent))
     scores = index_scores(queries, keys.index_k, rule)
     picked = pick(scores, visible, rule.topk)
-    selected = _rows(keys.latent, picked.keys)
-    weights = _softmax(_logits(queries.q, selected, rule), picked.is_any.unsqueeze(1))
-    out = _product(weights, selected[..., : rule.value_dim], queries.q.dtype)
+    out, weights = _attended(queries.q, keys.latent, picked, rule)
     # A score that is no number picks nothing; it must not look like a query without keys.
     out.masked_fill_((scores.isnan() & visible).any(dim=1)[:, None, None], torch.nan)
     if rule.loss is None:
@@ -134,6 +136,13 @@ def attend_to_picked(
         weights = _softmax(_logits(queries.q, keys.latent, rule), seen.unsqueeze(1))
     target, guess = _target(weights, rule), _log_softmax(scores, seen)
     return out, (torch.xlogy(target, target) - target * guess).sum(dim=1), picked
+
+
+def _attended(q: Tensor, latent: Tensor, picked: Picked, rule: SparseRule) -> tuple[Tensor, Tensor]:
+    """Returns out `[c, N, V]` and the weights of attention to the picked keys `[c, N, k]`."""
+    selected = _rows(latent, picked.keys)
+    weights = _softmax(_logits(q, selected, rule), picked.is_any.unsqueeze(1))
+    return _product(weights, selected[..., : rule.value_dim], q.dtype), weights
 
 
 class ChunkGradients(NamedTuple):

@@ -140,8 +140,8 @@ def set_loss_scale(config: Any, num_micro_batches: int) -> None:
     IndexerLoss.scale = scale if config.calculate_per_token_loss else scale / num_micro_batches
 
 
-def take_indexer_loss(num_layers: int, num_micro_batches: int) -> float:
-    """Returns the mean loss over layers and micro-batches, and begins anew. Collective over all ranks."""
+def take_indexer_loss(num_indexes: int, num_micro_batches: int) -> float:
+    """Returns the mean loss over indexes and micro-batches, and begins anew. Collective over all ranks."""
     total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     if IndexerLoss.total is not None:
         total += IndexerLoss.total.double()
@@ -149,4 +149,4 @@ def take_indexer_loss(num_layers: int, num_micro_batches: int) -> float:
     dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
     rows = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(total, group=rows)
-    return float(total) / (rows.size() * num_layers * num_micro_batches)
+    return float(total) / (rows.size() * num_indexes * num_micro_batches)

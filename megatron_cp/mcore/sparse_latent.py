@@ -2,7 +2,7 @@
 
     input -> compressed queries q_c, latent rows (c, rotary part of the key)        Megatron's projections and norms
     queries x up-projection of keys -> queries in the space of latent rows
-    index of input and q_c picks the keys of each query                             cp_sparse_attention
+    index of input and q_c picks the keys of each query, or that of a layer before  cp_sparse_attention
     out in that space x up-projection of values -> projection
 
 Parameters, their names and checkpoints are those of Megatron-Core's latent attention with `DSAttention`. What travels
@@ -13,6 +13,8 @@ are latent rows and keys of the index, as they are: 704 numbers a token in DeepS
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
@@ -34,6 +37,8 @@ from megatron_cp.mcore import layers
 from megatron_cp.mcore.indexer import Indexer, attach_indexer_loss, rotated
 from megatron_cp.mcore.layer_calls import refuse_inference, weight_of
 from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of, prepare_layer
+from megatron_cp.mcore.sparse_settings import layers_that_pick
+from megatron_cp.runtime.sparse_attention import PickedKeys, SparseResult
 
 
 class SparseCore(MegatronModule):
@@ -57,22 +62,44 @@ class SparseCore(MegatronModule):
         super().__init__(config=config)
         prepare_layer(config, thd_split)
         self.softmax_scale, self.groups = softmax_scale, pg_collection
-        self.indexer = Indexer(config)
+        self.layer_number = layer_number
+        picks = [*layers_that_pick(config), True]  # predictions, numbered behind the decoder, do
+        self.indexer = Indexer(config) if picks[min(layer_number, len(picks)) - 1] else None
+        self._picker = weakref.ref(self)
+        if not all(picks):
+            config.hetereogenous_dist_checkpoint = True  # layers have other tensors
         sizes = layers.attention_sizes(config, pg_collection.tp.size())
         self._plans = PlanFinder(config, max(1, layer_number), sizes, thd_split=thd_split)
         layers.register(config, sizes)
+
+    def follow(self, before: SparseCore | None) -> None:
+        """Takes the picks of the layer that picks for the one before, where this one has no index.
+
+        Raises ValueError where that is another than the layer before: this one's is on another pipeline stage.
+        """
+        if self.indexer is not None:
+            return
+        if before is None or before.layer_number != self.layer_number - 1:
+            config = self.config
+            raise ValueError(
+                f"layer {self.layer_number} takes the keys that a layer before it has picked, on another pipeline "
+                f"stage (dsa_indexer_topk_freq={config.dsa_indexer_topk_freq}, dsa_indexer_skip_topk_offset="
+                f"{getattr(config, 'dsa_indexer_skip_topk_offset', 0)}); let every stage begin with a layer that picks"
+            )
+        self._picker = before._picker
 
     def forward(
         self,
         query: torch.Tensor,
         latent: torch.Tensor,
-        index: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        index: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
         attention_mask: torch.Tensor | None,
         packed_seq_params: Any,
     ) -> torch.Tensor:
         """Returns out `[s, b, n, r]` of queries `[s, b, n, r + p]` in the space of latent rows `[s, b, r + p]`.
 
-        `index` are its queries `[s, b, J, I]`, keys `[s, b, I]` and weights `[s, b, J]`. `attention_mask` and
+        `index` are its queries `[s, b, J, I]`, keys `[s, b, I]` and weights `[s, b, J]`; None in a layer that has no
+        index, behind the one that picks for it, with the same `packed_seq_params`. `attention_mask` and
         `packed_seq_params` are those of `ContextParallelAttention`. Collective: every rank of the context group calls
         it, and every rank of heads.
         """
@@ -83,14 +110,23 @@ class SparseCore(MegatronModule):
             num_rows, group, AttnMaskType.causal, attention_mask, packed_seq_params
         )
         has_loss = self.training and torch.is_grad_enabled() and bool(config.dsa_indexer_loss_coeff)
-        tensors = (query, latent, *index)
+        has_loss &= index is not None
+        tensors = (query, latent, *(index or ()))
         rows = Rows.of(num_rows, batch, packed_seq_params)
         if rows.are_one_stream:
             streams = [tuple(x.transpose(0, 1).flatten(0, 1) for x in tensors)]
         else:  # samples share the plan
             streams = [tuple(x[:, sample] for x in tensors) for sample in range(batch)]
-        results = [self._attend(stream, plan, group, has_loss=has_loss) for stream in streams]
-        outs, divergences = zip(*results, strict=True)
+        given: Sequence[PickedKeys | None] = [None] * len(streams)
+        if index is None:
+            given = self._taken_picks(packed_seq_params)
+        results = [
+            self._attend(stream, picked, plan, group, has_loss=has_loss)
+            for stream, picked in zip(streams, given, strict=True)
+        ]
+        outs, divergences, picks = zip(*results, strict=True)
+        if index is not None:
+            self._share(list(picks), packed_seq_params)
         if rows.are_one_stream:
             out = outs[0].unflatten(0, (batch, num_rows)).transpose(0, 1)
         else:
@@ -102,14 +138,21 @@ class SparseCore(MegatronModule):
         return out
 
     def _attend(
-        self, stream: tuple[torch.Tensor, ...], plan: Any, group: Any, *, has_loss: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns out `[T, n, r]` of the rows of one plan, and the divergence `[T]` of the index."""
+        self,
+        stream: tuple[torch.Tensor, ...],
+        picked: PickedKeys | None,
+        plan: Any,
+        group: Any,
+        *,
+        has_loss: bool,
+    ) -> SparseResult:
+        """Returns out `[T, n, r]` of the rows of one plan, the divergence `[T]` of the index, and what was picked."""
         config = self.config
         compared: Literal["picked", "visible"] = (
             "picked" if getattr(config, "dsa_indexer_use_sparse_loss", False) else "visible"
         )
-        query, latent, index_q, index_k, index_weights = (x.contiguous() for x in stream)
+        query, latent, *index = (x.contiguous() for x in stream)
+        index_q, index_k, index_weights = index or (None, None, None)
         return cp_sparse_attention(
             query,
             latent,
@@ -124,7 +167,50 @@ class SparseCore(MegatronModule):
             index_loss=compared if has_loss else None,
             index_relu=bool(getattr(config, "dsa_indexer_scoring_relu", True)),
             head_group=self.groups.tp,
+            picked=picked,
         )
+
+    def _share(self, picks: list[PickedKeys], params: Any) -> None:
+        """Keeps what was picked for the layers behind, where they are recomputed too.
+
+        Megatron runs a checkpointed layer without gradients first, and with them in backward: layers behind before
+        this one, with the same `packed_seq_params`.
+        """
+        if all(layers_that_pick(self.config)):
+            return
+        kept, waits = _picks_of(params, self.config), (id(self), "waits")
+        if is_checkpointing():
+            if torch.is_grad_enabled():
+                kept.pop(waits, None)
+            elif kept.setdefault(waits, picks) is not picks:
+                raise RuntimeError(
+                    f"layer {self.layer_number} runs checkpointed twice with one packed_seq_params before its backward "
+                    "pass; make new ContextParallelParams for every micro-batch"
+                )
+        kept[id(self)] = picks
+
+    def _taken_picks(self, params: Any) -> list[PickedKeys]:
+        """Returns what the layer that picks for this one has picked in this micro-batch."""
+        if params is None and is_checkpointing():
+            raise NotImplementedError(
+                "recomputed layers that share picked keys (dsa_indexer_topk_freq) need packed_seq_params, which tell "
+                "micro-batches apart; give documents (--reset-attention-mask), or recompute no layers"
+            )
+        picks: list[PickedKeys] | None = _picks_of(params, self.config).get(id(self._picker()))
+        if picks is None:
+            raise RuntimeError(
+                f"layer {self.layer_number} takes the keys that a layer before it picks, which has not run with these "
+                "packed_seq_params"
+            )
+        return picks
+
+
+def _picks_of(params: Any, config: Any) -> dict[Any, list[PickedKeys]]:
+    """Returns what layers have picked in a micro-batch; without parameters, in the last one."""
+    kept: dict[Any, list[PickedKeys]] = vars(config if params is None else params).setdefault(
+        "_megatron_cp_picked", {}
+    )
+    return kept
 
 
 class SparseLatentAttention(MLASelfAttention):
@@ -137,9 +223,14 @@ class SparseLatentAttention(MLASelfAttention):
     """
 
     squeezes_batch = False
+    _built_last: weakref.ref[SparseCore] | None = None
+    """Core attention of the last layer that was built in this process; layers of a stage are built in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        last = SparseLatentAttention._built_last
+        self.core_attention.follow(None if last is None else last())
+        SparseLatentAttention._built_last = weakref.ref(self.core_attention)
         if not self._cuts_rows:
             # Each tensor rank has the whole gradient of this norm. Megatron takes it for a part, as that of a norm of
             # heads would be, and adds the parts up; the mean over ranks leaves it as it is.
@@ -181,9 +272,10 @@ class SparseLatentAttention(MLASelfAttention):
             dim=-1,
         )
         key = rotated(turning.unsqueeze(2), angles, mscale, is_interleaved=True).squeeze(2)
-        index = self.core_attention.indexer(
-            *(self._whole_rows(x.detach()) for x in (hidden_states, compressed)), angles, mscale
-        )
+        index = None
+        if self.core_attention.indexer is not None:
+            rows = (self._whole_rows(x.detach()) for x in (hidden_states, compressed))
+            index = self.core_attention.indexer(*rows, angles, mscale)
         out = self.core_attention(
             query, torch.cat([latent, key], dim=-1), index, attention_mask, packed_seq_params
         )

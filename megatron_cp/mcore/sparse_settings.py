@@ -5,6 +5,8 @@ Both have the same names. Some are of versions of Megatron-Core after 0.16.1: ar
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 SPARSE = "dsa"
@@ -16,6 +18,8 @@ LATER = {
     "dsa_indexer_rope_interleaved": False,
     "dsa_indexer_scoring_relu": True,
     "dsa_indexer_k_norm_epsilon": None,
+    "dsa_indexer_topk_freq": 1,
+    "dsa_indexer_skip_topk_offset": 0,
 }
 """Settings that 0.16.1 has no fields for, with their defaults."""
 
@@ -26,10 +30,6 @@ _NOT_SERVED: dict[str, tuple[Any, str]] = {
     "softmax_type": ("vanilla", "train a model without attention sinks"),
     "qk_clip": (False, "leave it out (other steps)"),
     "log_max_attention_logit": (False, "leave it out"),
-    "dsa_indexer_topk_freq": (
-        1,
-        "its layers share what is picked; train a model whose layers each pick",
-    ),
     "dsa_indexer_k_norm_fp32": (False, "leave it out (other rounding)"),
 }
 
@@ -37,6 +37,18 @@ _NOT_SERVED: dict[str, tuple[Any, str]] = {
 def is_sparse(settings: Any) -> bool:
     """Returns whether every layer attends to keys that an index picks."""
     return getattr(settings, "experimental_attention_variant", None) == SPARSE
+
+
+def layers_that_pick(settings: Any) -> list[bool]:
+    """Returns for each decoder layer whether its own index picks keys; others take those of the last one that does."""
+    frequency = getattr(settings, "dsa_indexer_topk_freq", None) or 1
+    first = max(getattr(settings, "dsa_indexer_skip_topk_offset", None) or 0, 1)
+    return [max(i + 1 - first, 0) % frequency == 0 for i in range(settings.num_layers)]
+
+
+def num_indexes(arguments: Mapping[str, Any]) -> int:
+    """Returns in how many layers an index picks, those of predictions too."""
+    return sum(layers_that_pick(Namespace(**arguments))) + (arguments.get("mtp_num_layers") or 0)
 
 
 def planner_of(settings: Any, asked: str) -> str:
@@ -74,9 +86,23 @@ def check_sparse(settings: Any) -> None:
             f"dsa_indexer_head_dim={width} must be at least qk_pos_emb_head_dim={turning}: so many columns of the "
             "index rotate; give that"
         )
+    _check_sharing(settings)
     for name, (wanted, advice) in _NOT_SERVED.items():
         value = getattr(settings, name, wanted)
         if (value or wanted) != wanted:
             raise NotImplementedError(
                 f"{name}={value!r} with experimental_attention_variant='dsa' is not served: {advice}"
             )
+
+
+def _check_sharing(settings: Any) -> None:
+    for name, least in (("dsa_indexer_topk_freq", 1), ("dsa_indexer_skip_topk_offset", 0)):
+        value = getattr(settings, name, None)
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}; correct it")
+    num_predictions = getattr(settings, "mtp_num_layers", None) or 0
+    if not all(layers_that_pick(settings)) and num_predictions > 1:
+        raise NotImplementedError(
+            f"mtp_num_layers={num_predictions} with dsa_indexer_topk_freq={settings.dsa_indexer_topk_freq} is not "
+            "served: versions of Megatron-Core differ in which prediction has an index; predict one token more"
+        )

@@ -9,9 +9,12 @@ the owner of the query. Rows are received again in backward instead of kept. Sou
 
 # T rows of this rank, R keys that it holds; N heads of L columns, J heads of the index with I columns
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -37,13 +40,49 @@ MOST_BYTES = 1 << 28
 """Of scores and picked rows that are held at once; a choice, not measured on a GPU."""
 
 
+@dataclass(frozen=True, eq=False)
+class PickedKeys:
+    """Which keys an index has picked for the queries of one rank: for further calls with the same plan."""
+
+    plan_digest: str
+    rank: int
+    topk: int
+    parts: list[tuple[slice, slice, Picked]] = field(default_factory=list, repr=False)
+    """Some queries, the keys that any of them sees, and which of these each picked (int32); the first call fills it."""
+
+    @property
+    def num_queries(self) -> int:
+        """Queries whose keys are picked."""
+        return sum(rows.stop - rows.start for rows, _, _ in self.parts)
+
+    def check_are_of(self, call: PickedKeys, num_queries: int) -> None:
+        """Raises ValueError where they are not for a call that would pick like this, for so many queries."""
+        if (self.plan_digest, self.rank, self.topk) != (call.plan_digest, call.rank, call.topk):
+            raise ValueError(
+                f"picked is of plan {self.plan_digest[:8]}, rank {self.rank} and topk={self.topk}, this call of plan "
+                f"{call.plan_digest[:8]}, rank {call.rank} and topk={call.topk}; give what a call like it returned"
+            )
+        if self.num_queries != num_queries:
+            raise ValueError(
+                f"picked has keys of {self.num_queries} queries where {num_queries} see any: its call did not end"
+            )
+
+
+class SparseResult(NamedTuple):
+    """Results of `cp_sparse_attention`."""
+
+    out: Tensor
+    divergence: Tensor
+    picked: PickedKeys
+
+
 @eager
 def cp_sparse_attention(  # noqa: PLR0913  the public signature
     q: Tensor,
     latent: Tensor,
-    index_q: Tensor,
-    index_k: Tensor,
-    index_weights: Tensor,
+    index_q: Tensor | None,
+    index_k: Tensor | None,
+    index_weights: Tensor | None,
     plan: AttentionPlan,
     group: dist.ProcessGroup | None,
     *,
@@ -53,8 +92,9 @@ def cp_sparse_attention(  # noqa: PLR0913  the public signature
     index_loss: IndexLoss | None = None,
     index_relu: bool = True,
     head_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns attention of this rank's queries to the keys that an index picks for them, and the index's divergence.
+    picked: PickedKeys | None = None,
+) -> SparseResult:
+    """Returns attention of this rank's queries to the keys that an index picks for them, and what the index did.
 
     q `[T, N, L]`, latent `[T, L]` -> out `[T, N, value_dim]` in the input dtype. A latent row is the key of all heads;
     its first `value_dim` columns are the value. Of the keys that the plan's mask lets a query see, it attends to the
@@ -69,6 +109,10 @@ def cp_sparse_attention(  # noqa: PLR0913  the public signature
     attention averaged over heads: over the picked keys with `index_loss="picked"`, over all that it sees with
     "visible", 0 without. The index has gradients through it alone, attention through the first result alone.
     `head_group` are ranks that hold other heads of the same queries: p is averaged over theirs too.
+
+    The third result says which keys were picked. `picked` takes it in a later call with the same plan and `topk`, as
+    layers do that share what one of them has picked. Such a call has no index: its three tensors are None, and so is
+    `index_loss`.
 
     Products and sums are fp32 (fp64); gradients of rows travel in fp32. On a GPU 16-bit inputs are multiplied in 16
     bits and summed in fp32; **it has never run on one**. Rounding decides between scores that are nearly equal, so
@@ -85,19 +129,51 @@ def cp_sparse_attention(  # noqa: PLR0913  the public signature
         PlanMismatchError: on every rank, when the ranks' plans or calls differ.
     """
     check_plan(plan)
-    tensors = {
-        "q": q,
-        "latent": latent,
-        "index_q": index_q,
-        "index_k": index_k,
-        "index_weights": index_weights,
-    }
-    check_tensors({**tensors})
+    index = {"index_q": index_q, "index_k": index_k, "index_weights": index_weights}
+    has_index = picked is None
+    if not has_index and (index_loss is not None or any(x is not None for x in index.values())):
+        raise ValueError(
+            "picked stands for an index; pass None for index_q, index_k, index_weights and index_loss"
+        )
+    given = {"q": q, "latent": latent, **(index if has_index else {})}
+    check_tensors({**given})
+    tensors = cast("dict[str, Tensor]", given)
     if plan.key_tokens is not None:
         raise NotImplementedError(
             "the plan is one of cross attention; an index picks among the tokens of one pack: plan self-attention"
         )
     _check_shapes(tensors, plan.tokens_per_rank, topk, value_dim)
+    rule = _rule_of(q, topk, value_dim, softmax_scale, index_loss, index_relu, head_group)
+    rank = 0 if group is None else dist.get_rank(group)
+    layout = sparse_layout(plan, rank, q.device).here()
+    picks = PickedKeys(plan.digest(), rank, topk)
+    if picked is not None:
+        picked.check_are_of(picks, len(layout.rows))
+        picks = picked
+    wants = [x.requires_grad and torch.is_grad_enabled() for x in tensors.values()]
+    shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors.values())
+    settings = (topk, value_dim, rule.scale, index_loss, index_relu, has_index)
+    call = f"sparse attention {shapes} {wants} {settings}"
+    session = open_session(plan, group, q.device, call)
+    if not has_index:  # one without columns
+        shapes_of_none = {"index_q": (1, 0), "index_k": (0,), "index_weights": (1,)}
+        tensors |= {name: q.new_empty(len(q), *shape) for name, shape in shapes_of_none.items()}
+    out, divergence = _SparseAttention.apply(
+        *tensors.values(), _Call(rule, layout, session.group, picks)
+    )
+    return SparseResult(out, divergence, picks)
+
+
+def _rule_of(
+    q: Tensor,
+    topk: int,
+    value_dim: int,
+    softmax_scale: float | None,
+    index_loss: IndexLoss | None,
+    index_relu: bool,
+    head_group: dist.ProcessGroup | None,
+) -> SparseRule:
+    """Returns what the call's options mean. Raises ValueError for those that mean nothing."""
     if index_loss not in (None, "picked", "visible"):
         raise ValueError(f"index_loss={index_loss!r} must be 'picked', 'visible' or None")
     scale = (
@@ -109,18 +185,7 @@ def cp_sparse_attention(  # noqa: PLR0913  the public signature
         raise ValueError(f"softmax_scale={softmax_scale} must be finite; pass None for 1/sqrt(L)")
     if head_group is not None and head_group.size() == 1:
         head_group = None
-    rule = SparseRule(topk, value_dim, scale, index_loss, index_relu, head_group)
-    wants = [x.requires_grad and torch.is_grad_enabled() for x in tensors.values()]
-    shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors.values())
-    settings = (topk, value_dim, scale, index_loss, index_relu)
-    call = f"sparse attention {shapes} {wants} {settings}"
-    session = open_session(plan, group, q.device, call)
-    rank = 0 if group is None else dist.get_rank(group)
-    layout = sparse_layout(plan, rank, q.device).here()
-    result: tuple[Tensor, Tensor] = _SparseAttention.apply(
-        *tensors.values(), _Call(rule, layout, session.group)
-    )
-    return result
+    return SparseRule(topk, value_dim, scale, index_loss, index_relu, head_group)
 
 
 @dataclass(frozen=True)
@@ -130,6 +195,8 @@ class _Call:
     rule: SparseRule
     layout: SparseLayout
     group: dist.ProcessGroup | None
+    picks: PickedKeys
+    """Empty until the index of a first call has picked."""
 
     def hold(self, latent: Tensor, index_k: Tensor) -> Keys:
         """Returns the keys that this rank's queries may see, in the order of tokens. Collective."""
@@ -158,8 +225,12 @@ class _Call:
             own = own + exchange.summed(back, num_rows)
         return Keys(*own.split(widths, dim=1))
 
-    def chunks(self, queries: Queries) -> Any:
-        """Returns the chunks in which pairs are looked at."""
+    def chunks(self, queries: Queries) -> Iterator[tuple[slice, slice, Picked | None]]:
+        """Yields the chunks in which pairs are looked at, and what was picked where that is known."""
+        if self.picks.parts:
+            for rows, keys, picked in self.picks.parts:
+                yield rows, keys, picked._replace(keys=picked.keys.long())
+            return
         heads = queries.index_q.shape[1]
         if self.rule.loss == "visible":
             heads += queries.q.shape[1]
@@ -170,7 +241,8 @@ class _Call:
             num_picked = min(num_keys, self.rule.topk)  # each query has copies of their rows
             return 2 * size * (heads * num_keys + width * num_picked)
 
-        return self.layout.chunks(bytes_of_row, MOST_BYTES)
+        for rows, keys in self.layout.chunks(bytes_of_row, MOST_BYTES):
+            yield rows, keys, None
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -185,15 +257,16 @@ class _SparseAttention(torch.autograd.Function):
         exact = accumulation_dtype(q.dtype)
         outs = [q.new_zeros(0, q.shape[1], call.rule.value_dim)]
         divergences = [q.new_zeros(0, dtype=exact)]
-        ctx.call, ctx.picked = call, list[Picked]()
-        for rows, keys in call.chunks(queries):
+        ctx.call = call
+        for rows, keys, picked in call.chunks(queries):
             intervals = layout.intervals[:, :, rows] - keys.start
             out, divergence, found = attend_to_picked(
-                queries.part(rows), held.part(keys), intervals, call.rule
+                queries.part(rows), held.part(keys), intervals, call.rule, picked
             )
             outs.append(out.to(q.dtype))
             divergences.append(divergence)
-            ctx.picked.append(found._replace(keys=found.keys.int()))
+            if picked is None:
+                call.picks.parts.append((rows, keys, found._replace(keys=found.keys.int())))
         ctx.save_for_backward(*tensors)
         out, divergence = (call.at_home(torch.cat(parts), len(q)) for parts in (outs, divergences))
         return out, divergence
@@ -209,13 +282,11 @@ class _SparseAttention(torch.autograd.Function):
         d_out, d_divergence = (x.index_select(0, layout.rows) for x in (d_out, d_divergence))
         d_queries = [Queries(*(x.new_zeros((0, *x.shape[1:]), dtype=exact) for x in queries))]
         d_held = Keys(*(torch.zeros_like(x, dtype=exact) for x in held))
-        picked = iter(ctx.picked)
-        for rows, keys in call.chunks(queries):
-            found = next(picked)
+        for rows, keys, picked in call.chunks(queries):
             gradients = gradients_of_picked(
                 *(queries.part(rows), held.part(keys)),
                 layout.intervals[:, :, rows] - keys.start,
-                found._replace(keys=found.keys.long()),
+                picked,
                 (d_out[rows], d_divergence[rows]),
                 call.rule,
             )
@@ -227,8 +298,8 @@ class _SparseAttention(torch.autograd.Function):
             call.at_home(torch.cat(parts), len(q)) for parts in zip(*d_queries, strict=True)
         )
         found = (d_q, d_latent, d_index_q, d_index_k, d_index_weights)
-        cast = (x.to(like.dtype) for x, like in zip(found, ctx.saved_tensors, strict=True))
-        return (*cast, None)
+        returned = (x.to(like.dtype) for x, like in zip(found, ctx.saved_tensors, strict=True))
+        return (*returned, None)
 
 
 def _check_shapes(tensors: dict[str, Tensor], num_rows: int, topk: int, value_dim: int) -> None:
@@ -239,20 +310,24 @@ def _check_shapes(tensors: dict[str, Tensor], num_rows: int, topk: int, value_di
                 f"{name} has shape {tuple(x.shape)}, it must have {dims[name]} dimensions and the {num_rows} rows that "
                 "the plan gives every rank; dispatch(x, plan, group) makes the local rows"
             )
-    q, latent, index_q, index_k, weights = tensors.values()
-    if latent.shape[1] != q.shape[2] or index_k.shape[1] != index_q.shape[2]:
+    for rows, heads in (("latent", "q"), ("index_k", "index_q")):
+        if rows in tensors and tensors[rows].shape[1] != tensors[heads].shape[2]:
+            raise ValueError(
+                f"rows of {rows} are {tensors[rows].shape[1]} wide, heads of {heads} {tensors[heads].shape[2]}; they "
+                "must be equal: bring queries into the space of latent rows"
+            )
+    if "index_q" in tensors and tensors["index_weights"].shape[1] != tensors["index_q"].shape[1]:
         raise ValueError(
-            f"rows of latent and index_k are {latent.shape[1]} and {index_k.shape[1]} wide, heads of q and index_q "
-            f"{q.shape[2]} and {index_q.shape[2]}; they must be equal: bring queries into the space of latent rows"
-        )
-    if weights.shape[1] != index_q.shape[1]:
-        raise ValueError(
-            f"index_weights has {weights.shape[1]} columns, index_q {index_q.shape[1]} heads; give one weight a head"
+            f"index_weights has {tensors['index_weights'].shape[1]} columns, index_q {tensors['index_q'].shape[1]} "
+            "heads; give one weight a head"
         )
     if len({x.dtype for x in tensors.values()}) > 1:
         dtypes = ", ".join(f"{name} {x.dtype}" for name, x in tensors.items())
         raise ValueError(f"dtypes {dtypes} must be equal; cast them to one of them")
-    for name, value, most in (("topk", topk, None), ("value_dim", value_dim, latent.shape[1])):
+    for name, value, most in (
+        ("topk", topk, None),
+        ("value_dim", value_dim, tensors["latent"].shape[1]),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
         if most is not None and value > most:

@@ -242,7 +242,7 @@ DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
-    weights={**DEEPSEEK_V3.weights, "layer": (*w.LATENT_ATTENTION, *w.INDEX)},
+    weights={**DEEPSEEK_V3.weights, "index": w.INDEX},
     settings=(
         *(
             experts.COUNTED_LAYERS if setting is experts.FIRST_DENSE_LAYERS else setting
@@ -258,9 +258,14 @@ GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     architecture="GlmMoeDsaForCausalLM",
+    settings=(*DEEPSEEK_V32.settings, s.SHARED_PICKS),
     constants={**DEEPSEEK_V32.constants, "dsa_indexer_rope_interleaved": True},
     only={
-        **{key: values for key, values in DEEPSEEK_V32.only.items() if key != "rms_norm_eps"},
+        **{
+            key: values
+            for key, values in DEEPSEEK_V32.only.items()
+            if key not in ("rms_norm_eps", *s.SHARED_PICKS.keys)
+        },
         "indexer_rope_interleave": (True, None),
     },
 )

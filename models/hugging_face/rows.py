@@ -42,11 +42,11 @@ from megatron_cp.mcore.mixers import (
     linear_layers_of,
     mamba_sizes,
 )
-from megatron_cp.mcore.sparse_settings import is_sparse
+from megatron_cp.mcore.sparse_settings import is_sparse, layers_that_pick
 from megatron_cp.models.hugging_face.orders import Sizes
 
 Place = Literal[
-    "model", "layer", "linear layer", "mamba layer", "dense layer", "expert layer", "expert", "stacked expert",
+    "model", "layer", "index", "linear layer", "mamba layer", "dense layer", "expert layer", "expert", "stacked expert",
     "prediction layer",
 ]  # fmt: skip
 Arguments = dict[str, Any]
@@ -228,6 +228,8 @@ def is_stacked_by_layer(arguments: Arguments) -> bool:
     """Whether Megatron stores a tensor of all layers as one, with an axis for the layer."""
     if any(linear_layers_of(arguments)) or arguments.get("hybrid_layer_pattern"):
         return False
+    if is_sparse(Namespace(**arguments)) and not all(layers_that_pick(Namespace(**arguments))):
+        return False
     return not arguments.get("num_experts") or arguments.get("moe_layer_freq", 1) == 1
 
 
@@ -269,7 +271,9 @@ def pieces_of(
             prefix, axes = LAYERS, ((layer,), (num_layers,))
         places = (prefix, f"{layers_at}{layer}.")
         yield from _layer_pieces(tables, arguments, names, parts, places, axes)
-    for number, (outer, inner) in enumerate(predictions):  # whose layers are as the last one
+    if "index" in tables and "index" not in parts:
+        parts = [*parts, "index"]
+    for number, (outer, inner) in enumerate(predictions):  # whose layers are as the last one, with an index
         prefix = f"{PREDICTIONS}{number}."
         for row in _rows(tables, "prediction layer", arguments):
             yield _piece(row, prefix, outer, sizes)
@@ -282,11 +286,18 @@ _MIXERS: dict[str, Place] = {SOFTMAX: "layer", DELTA: "linear layer", MAMBA: "ma
 
 def _parts_of_layers(arguments: Arguments) -> Iterator[list[Place]]:
     """Yields where each layer's rows stand: those of what mixes tokens, and those of the MLP."""
+    settings = Namespace(**arguments)
     layers = zip(
-        layer_mixers_of(arguments), has_mlps(arguments), expert_layers(arguments), strict=True
+        layer_mixers_of(arguments),
+        has_mlps(arguments),
+        expert_layers(arguments),
+        layers_that_pick(settings),
+        strict=True,
     )
-    for mixer, has_mlp, is_expert in layers:
+    for mixer, has_mlp, is_expert, picks in layers:
         parts: list[Place] = [] if mixer is None else [_MIXERS[mixer]]
+        if picks and is_sparse(settings):
+            parts.append("index")
         if has_mlp:
             parts.append("expert layer" if is_expert else "dense layer")
         yield parts

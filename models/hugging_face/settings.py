@@ -7,11 +7,13 @@ nothing, and whose value is not the one a family must have is refused, never ign
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.mcore.layer_patterns import layer_pattern
+from megatron_cp.mcore.sparse_settings import layers_that_pick
 
 Config = Mapping[str, Any]
 Arguments = dict[str, Any]
@@ -285,6 +287,52 @@ INDEX_SIZES = (
     same("index_n_heads", "dsa_indexer_n_heads"),
     same("index_head_dim", "dsa_indexer_head_dim"),
     same("index_topk", "dsa_indexer_topk"),
+)
+
+
+def _layers_that_pick(config: Config) -> list[str]:
+    """Returns "full" for each layer whose index picks keys, "shared" for those that take a layer's before them."""
+    num_layers, pattern = config["num_hidden_layers"], config.get("index_topk_pattern")
+    if config.get("indexer_types") is not None:
+        return list(config["indexer_types"])
+    if pattern is not None:
+        return [{"F": "full", "S": "shared"}.get(one, one) for one in pattern]
+    offset = config.get("index_skip_topk_offset", 2)
+    frequency = max(config.get("index_topk_freq") or 1, 1)
+    is_full = [max(i + 1 - offset, 0) % frequency == 0 for i in range(num_layers)]
+    return ["full" if one else "shared" for one in is_full]
+
+
+def _sharing_from_config(config: Config) -> Arguments:
+    """Returns every how many layers, and from which on, an index picks. Raises NotImplementedError for other orders."""
+    kinds = _layers_that_pick(config)
+    counted = range(1, config["num_hidden_layers"] + 1)
+    for frequency, offset in ((f, o) for f in counted for o in counted):
+        settings = Namespace(
+            num_layers=len(counted),
+            dsa_indexer_topk_freq=frequency,
+            dsa_indexer_skip_topk_offset=offset,
+        )
+        if kinds == ["full" if one else "shared" for one in layers_that_pick(settings)]:
+            return {
+                "dsa_indexer_topk_freq": frequency,
+                "dsa_indexer_skip_topk_offset": offset if frequency > 1 else 0,
+            }
+    raise NotImplementedError(
+        f"indexer_types={kinds} in config.json is not served; for each of {len(counted)} layers it must be 'full', or "
+        "'shared' behind one, with every so many layers a full one; convert a model of such layers"
+    )
+
+
+def _sharing_to_config(arguments: Arguments) -> dict[str, Any]:
+    picks = layers_that_pick(Namespace(**arguments))
+    return {"indexer_types": ["full" if one else "shared" for one in picks]}
+
+
+SHARED_PICKS = Setting(
+    keys=("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
+    to_arguments=_sharing_from_config,
+    to_config=_sharing_to_config,
 )
 LATENT_SIZES = (
     *_WIDTHS,

@@ -63,7 +63,7 @@ def config_of(case: Case, **later):
     return config
 
 
-def build_layer(case: Case, **later):
+def build_layer(case: Case, layer_number=1, **later):
     """Returns the attention of our spec, every norm and bias unlike its start."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
@@ -77,7 +77,7 @@ def build_layer(case: Case, **later):
     attention = build_module(
         layer.submodules.self_attention,
         config=config,
-        layer_number=1,
+        layer_number=layer_number,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"]),
     )
     install_position_rotary(torch.nn.ModuleDict({"self_attention": attention}))
@@ -333,7 +333,12 @@ def test_checkpoints_name_and_cut_tensors_as_megatrons():
         ({"fp8": "hybrid"}, "fp8='hybrid'"),
         ({"window_size": (8, 0)}, "window_size"),
         ({"softmax_type": "learnable"}, "softmax_type"),
-        ({"dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq"),
+        ({"dsa_indexer_topk_freq": 0}, "dsa_indexer_topk_freq=0 must be at least 1"),
+        (
+            {"dsa_indexer_skip_topk_offset": -1},
+            "dsa_indexer_skip_topk_offset=-1 must be at least 0",
+        ),
+        ({"dsa_indexer_topk_freq": 2, "mtp_num_layers": 2}, "mtp_num_layers=2"),
     ],
     ids=str,
 )
@@ -342,7 +347,7 @@ def test_what_sparse_attention_does_not_honour_is_refused_by_name(settings, word
 
     from megatron_cp.mcore.sparse_settings import check_sparse
 
-    good = {**OPTIONS, "softmax_type": "vanilla", "window_size": None}
+    good = {**OPTIONS, "softmax_type": "vanilla", "window_size": None, "num_layers": 4}
     check_sparse(SimpleNamespace(**good))
     with pytest.raises((ValueError, NotImplementedError), match=words):
         check_sparse(SimpleNamespace(**{**good, **settings}))

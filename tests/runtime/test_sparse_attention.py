@@ -1,5 +1,6 @@
 """Sparse attention on ranks against its definition in float64: outputs, divergences and all gradients."""
 
+import dataclasses
 import functools
 import math
 
@@ -97,7 +98,7 @@ def run(rank, world_size, name, planner, loss, most_bytes=None, dtype=torch.floa
     try:
         results = mcp.cp_sparse_attention(
             *local, plan, group, topk=TOPK, value_dim=VALUES, softmax_scale=SCALE, index_loss=loss
-        )
+        )[:2]
         given = [mcp.dispatch(x, plan, group) for x in upstream]
         torch.autograd.backward(
             results, [g.to(r.dtype) for g, r in zip(given, results, strict=True)]
@@ -163,7 +164,7 @@ def test_neither_scores_nor_picked_rows_exceed_their_bytes(monkeypatch, loss):
         results = mcp.cp_sparse_attention(
             *inputs, plan, None, topk=64, value_dim=32, index_loss=loss
         )
-        torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+        torch.autograd.backward(results[:2], [torch.ones_like(x) for x in results[:2]])
     assert largest.num_bytes <= 1 << 20
 
 
@@ -174,7 +175,7 @@ def equal_scores(rank, world_size):
     inputs, *_ = inputs_of(plan.num_tokens)
     inputs = [*inputs[:2], *(torch.zeros_like(x) for x in inputs[2:])]
     local = [mcp.dispatch(x, plan, group) for x in inputs]
-    out, _ = mcp.cp_sparse_attention(
+    out, *_ = mcp.cp_sparse_attention(
         *local, plan, group, topk=TOPK, value_dim=VALUES, softmax_scale=SCALE
     )
     return mcp.undispatch(out, plan, group), by_definition(
@@ -196,7 +197,7 @@ def run_with_poison(rank, world_size):
     for x in inputs:
         x[5:18] = math.nan
     local = [mcp.dispatch(x, plan, dist.group.WORLD) for x in inputs]
-    out, divergence = mcp.cp_sparse_attention(
+    out, divergence, _ = mcp.cp_sparse_attention(
         *local, plan, dist.group.WORLD, topk=TOPK, value_dim=VALUES, index_loss="visible"
     )
     return [mcp.undispatch(x, plan, dist.group.WORLD) for x in (out, divergence)]
@@ -215,6 +216,53 @@ def test_16_bits_are_near_and_gradients_travel_in_fp32():
     wanted = wanted_of(name, "visible")
     for found in run_on_ranks(3, run, name, "zigzag", "visible", None, torch.float32, timeout=60):
         assert_is(found, wanted, tolerance=3e-6)
+
+
+def run_with_taken_picks(rank, world_size, name):
+    """Out and gradients of q and latent where the index of another call has picked, with other queries and rows."""
+    plan = plan_of(name, world_size, "random")
+    group = dist.group.WORLD if world_size > 1 else None
+    (q, latent, *index), d_out, _ = inputs_of(plan.num_tokens)
+    sizes = {"topk": TOPK, "value_dim": VALUES, "softmax_scale": SCALE}
+    other = [mcp.dispatch(x, plan, group) for x in (q.flip(0), latent.flip(0), *index)]
+    picked = mcp.cp_sparse_attention(*other, plan, group, **sizes).picked
+    local = [mcp.dispatch(x, plan, group).requires_grad_() for x in (q, latent)]
+    out, divergence, again = mcp.cp_sparse_attention(
+        *local, None, None, None, plan, group, picked=picked, **sizes
+    )
+    out.backward(mcp.dispatch(d_out, plan, group))
+    assert again is picked
+    assert not divergence.any()
+    return [mcp.undispatch(x, plan, group) for x in (out.detach(), *(x.grad for x in local))]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["odd documents", "fewer tokens than ranks", "some see nothing"])
+def test_keys_that_another_call_has_picked_are_attended_to(name, ranks):
+    out, _, d_q, d_latent, *_ = wanted_of(name, None)
+    for found in run_on_ranks(ranks, run_with_taken_picks, name, timeout=60):
+        for ours, exact in zip(found, (out, d_q, d_latent), strict=True):
+            assert (ours - exact).abs().max() <= 1e-13 * max(1, exact.abs().max())
+
+
+def test_picks_of_another_call_are_refused():
+    plan, other = (plan_of(name, 1, "auto") for name in ("odd documents", "prefix"))
+    inputs, *_ = inputs_of(plan.num_tokens)
+    picked = mcp.cp_sparse_attention(*inputs, plan, None, topk=TOPK, value_dim=VALUES).picked
+    none = dict.fromkeys(NAMES[2:])
+    good = {"picked": picked, "topk": TOPK, "value_dim": VALUES}
+    rows = dict(zip(NAMES[:2], inputs[:2], strict=True))
+    for change, words in (
+        ({"topk": 4}, "and topk=5, this call of plan"),
+        ({"index_loss": "picked"}, "pass None for index_q"),
+        ({"index_k": inputs[3]}, "pass None for index_q"),
+        ({"picked": dataclasses.replace(picked, parts=[])}, "its call did not end"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mcp.cp_sparse_attention(plan=plan, group=None, **{**rows, **none, **good, **change})
+    rows = {name: x[: other.num_tokens] for name, x in rows.items()}
+    with pytest.raises(ValueError, match="give what a call like it returned"):
+        mcp.cp_sparse_attention(plan=other, group=None, **rows, **none, **good)
 
 
 def differing(rank, world_size, what):
@@ -240,7 +288,7 @@ def test_ranks_that_ask_for_different_things_are_told(what):
     [
         (
             {"q": torch.zeros(37, HEADS, WIDTH + 1, dtype=torch.float64)},
-            "latent and index_k are 10",
+            "rows of latent are 10 wide, heads of q 11",
         ),
         ({"latent": torch.zeros(36, WIDTH, dtype=torch.float64)}, "the 37 rows"),
         ({"index_k": torch.zeros(37, 2, 4, dtype=torch.float64)}, "it must have 2 dimensions"),

@@ -13,7 +13,7 @@ import json
 import random
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,6 +63,29 @@ _LINEAR = """
 1.0 --linear-attention-freq 2 | --linear-attention-freq 4
 1.0 --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 2 --linear-num-value-heads 4
 """
+_HYBRID = """
+1.0 --ffn-hidden-size 48 --squared-relu --disable-bias-linear
+1.0 --hybrid-layer-pattern M-*- | --hybrid-layer-pattern M*M- | --hybrid-layer-pattern MM-M
+    | --hybrid-layer-pattern M-*M-M*- | --hybrid-layer-pattern *-M-/*M | --hybrid-layer-pattern M*M-/M*-/M*-
+    | --hybrid-layer-pattern M-*M/M-/M- --mtp-use-repeated-layer
+1.0 --mamba-num-heads 4 --mamba-num-groups 2 | --mamba-num-heads 6 --mamba-num-groups 2
+    | --mamba-num-heads 8 --mamba-num-groups 8
+1.0 --mamba-head-dim 8 --mamba-state-dim 16 | --mamba-head-dim 16 --mamba-state-dim 8
+1.0 --position-embedding-type none | --position-embedding-type none | --position-embedding-type rope
+0.6 --group-query-attention --num-query-groups 2
+"""
+_HYBRID_EXPERTS = """
+1.0 --hybrid-layer-pattern ME*E | --hybrid-layer-pattern M*ME- | --hybrid-layer-pattern MEM*/*E
+0.3 --moe-latent-size 12
+"""
+_SPARSE = """
+1.0 --experimental-attention-variant dsa --multi-latent-attention --qk-layernorm --position-embedding-type rope
+1.0 --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --rope-type rope --ffn-hidden-size 48
+1.0 --v-head-dim 8 | --v-head-dim 16
+1.0 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 | --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 8
+1.0 --dsa-indexer-topk 12 | --dsa-indexer-topk 64 | --dsa-indexer-topk 1
+1.0 --dsa-indexer-loss-coeff .5 | --dsa-indexer-loss-coeff .1 --dsa-indexer-use-sparse-loss
+"""
 _EXPERTS = """
 1.0 --num-experts 4 --moe-ffn-hidden-size 16 --disable-bias-linear
     | --num-experts 8 --moe-ffn-hidden-size 32 --disable-bias-linear
@@ -74,6 +97,9 @@ _EXPERTS = """
 0.3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate .05
 0.2 --moe-router-num-groups 2 --moe-router-group-topk 1
 """
+_KINDS = {_PLAIN: 7, _LATENT: 2, _LINEAR: 1, _HYBRID: 3, _SPARSE: 2}
+"""And how often each is drawn."""
+KINDS = dict(zip(("plain", "latent", "linear", "hybrid", "sparse"), _KINDS, strict=True))
 _PREDICTION = """
 1.0 --mtp-num-layers 1 | --mtp-num-layers 2 --mtp-loss-scaling-factor .3
 """
@@ -179,13 +205,15 @@ class Verdict:
     largest: float = 0.0
 
 
-def draw(number: int, seed: int, folder: Path, per_model: int = 3) -> list[Trial]:
-    """Models on corpora in `folder`, each in as many layouts."""
+def draw(
+    number: int, seed: int, folder: Path, per_model: int = 3, kinds: Collection[str] = KINDS
+) -> list[Trial]:
+    """Models of these kinds on corpora in `folder`, each in as many layouts."""
     dice, trials = random.Random(seed), []
     sources = _write_corpora(folder)
     for place in range(number):
         if place % per_model == 0:
-            model = _model(dice, sources)
+            model = _model(dice, sources, [KINDS[kind] for kind in kinds])
         layout = dice.choice([name for name in LAYOUTS if _may_fit(name, model)])
         engine = [*_drawn(dice, _ENGINE), *(_drawn(dice, _CONTEXT) if "CP" in layout else ())]
         # Stages and ranks of experts draw weights of their own.
@@ -282,11 +310,14 @@ def _ended(ranks: list[Outcome]) -> tuple[Result, str]:
     return "broken", f"exit codes {[rank.code for rank in ranks]}: {said[-1500:]}"
 
 
-def _model(dice: random.Random, sources: list[str]) -> list[str]:
+def _model(dice: random.Random, sources: list[str], kinds: list[str]) -> list[str]:
     """A model, its data and its steps; of a flag that is drawn twice the last value holds."""
-    kind = dice.choices((_PLAIN, _LATENT, _LINEAR), (7, 2, 1))[0]
-    parts = [_SHAPE, kind, *([_EXPERTS] if dice.random() < 0.4 else [])]
-    parts += [_PREDICTION] if dice.random() < 0.15 else []
+    kind = dice.choices(kinds, [_KINDS[kind] for kind in kinds])[0]
+    parts, has_experts = [_SHAPE, kind], dice.random() < 0.4
+    if has_experts:
+        parts += [_EXPERTS, _HYBRID_EXPERTS] if kind == _HYBRID else [_EXPERTS]
+    if dice.random() < 0.15 and kind != _HYBRID:  # its pattern says so
+        parts.append(_PREDICTION)
     words = [word for part in (*parts, _STEPS) for word in _drawn(dice, part)]
     source = dice.choice(sources)
     masks = ["--reset-attention-mask"] if "prefix" in source else _drawn(dice, _MASKS)

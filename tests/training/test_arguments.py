@@ -114,7 +114,7 @@ def test_an_old_switch_against_positions_changes_nothing_with_rotary_ones(capsys
         (["--moe-upcycling-granularity", "8"], "--moe-upcycling-granularity", "gpt_layer_spec"),
         (["--mtp-standalone"], "--mtp-standalone", "--mtp-num-layers"),
         (["--use-mup"], "--use-mup", "gpt_layer_spec"),
-        (["--dsa-indexer-topk-freq", "3"], "--dsa-indexer-topk-freq", "sparse attention"),
+        (["--dsa-indexer-k-norm-fp32"], "--dsa-indexer-k-norm-fp32", "sparse attention"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp", "--use-distributed-optimizer"),
     ],
 )

@@ -61,6 +61,48 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
             assert value == pytest.approx(expected[iteration], rel=1e-5), (key, iteration)
 
 
+SHARED = "--num-layers 4 --dsa-indexer-topk-freq 2 --dsa-indexer-skip-topk-offset 1"
+LAYOUTS_OF_SHARED = {
+    "context, recomputed": (
+        2,
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 3",
+    ),
+    "stages and tensors": (
+        4,
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "stages, recomputed": (
+        2,
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 2",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def alone_and_shared(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
+    train(1, *small_run(), *MODEL, *SHARED.split(), *flags)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_SHARED)
+def test_layers_that_share_what_is_picked_train_alike(
+    alone_and_shared: Path, tmp_path: Path, layout: str
+):
+    world_size, flags = LAYOUTS_OF_SHARED[layout]
+    resumed = ["--load", str(alone_and_shared), "--ckpt-step", "1"]
+    resumed += ["--run-dir", str(tmp_path / "run"), *SHARED.split(), *flags.split()]
+    train(world_size, *small_run(), *MODEL, *resumed)
+    for key in ("lm loss", "grad-norm", "indexer loss"):
+        found, expected = metrics(tmp_path / "run", key), metrics(alone_and_shared, key)
+        assert sorted(found) == [2, 3, 4], key
+        for iteration, value in found.items():
+            assert value == pytest.approx(expected[iteration], rel=1e-5), (key, iteration)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -73,12 +115,34 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
             "--cp-max-received-mb 1",
             "--cp-max-received-mb 1 with --experimental-attention-variant dsa",
         ),
-        ("--dsa-indexer-topk-freq 2", "--dsa-indexer-topk-freq is an argument of Megatron-LM"),
+        ("--dsa-indexer-topk-freq 0", "dsa_indexer_topk_freq=0 must be at least 1"),
+        ("--dsa-indexer-topk-freq 2 --mtp-num-layers 2", "mtp_num_layers=2 with"),
     ],
 )
 def test_what_sparse_attention_does_not_have_is_refused(capsys, flags: str, said: str):
     lines = refusals(capsys, *small_run(), *SPARSE, *flags.split())
     assert any(said in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "layer"),
+    [
+        ("--pipeline-model-parallel-size 4", 4, 2),
+        ("--pipeline-model-parallel-size 2 --dsa-indexer-skip-topk-offset 2", 2, 3),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2, 2),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL", 2, 4),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", 2, 2),
+    ],
+)
+def test_stages_that_begin_with_the_picks_of_others_are_refused(
+    capsys, flags: str, ranks: int, layer: int
+):
+    lines = refusals(
+        capsys, *small_run(), *MODEL, *SHARED.split(), *flags.split(), world_size=ranks
+    )
+    assert any(f"a pipeline stage begins with layer {layer}, which" in line for line in lines), (
+        lines
+    )
 
 
 @pytest.mark.parametrize(

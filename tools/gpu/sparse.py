@@ -122,9 +122,10 @@ def _by_us(
 ) -> tuple[Tensor, ...]:
     plan = mcp.make_plan(masks.documents(list(lengths), within="causal"), 1)
     leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    q, latent, *index = leaves
     results = mcp.cp_sparse_attention(
-        *leaves, plan, None, topk=topk, value_dim=SIZES.values, index_loss=loss
-    )  # type: ignore[misc]
+        q, latent, *index, plan, None, topk=topk, value_dim=SIZES.values, index_loss=loss
+    )[:2]
     gradients = torch.autograd.grad(results, leaves, given)
     return *(x.detach() for x in results), *gradients
 

@@ -64,7 +64,7 @@ from megatron_cp.training.arguments.ranges import (
     check_rotation,
     check_skipped_rotation,
 )
-from megatron_cp.training.arguments.stages import complete_stages
+from megatron_cp.training.arguments.stages import check_shared_picks, complete_stages
 from megatron_cp.training.arguments.steps import (
     check_intervals,
     check_rates,
@@ -305,6 +305,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_hybrid,),
     (check_hybrid_model,),
     (complete_stages, "virtual_pipeline_model_parallel_size"),
+    (check_shared_picks,),
     (complete_precision,),
     (complete_engine,),
     (complete_expert_engine,),

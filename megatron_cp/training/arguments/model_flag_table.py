@@ -142,6 +142,8 @@ MODEL_TABLE = """
 --dsa-indexer-n-heads int - | heads of the index that picks keys
 --dsa-indexer-head-dim int - | their size
 --dsa-indexer-topk int - | keys that a query attends to
+--dsa-indexer-topk-freq int 1 | every so many layers one picks, for those behind it too
+--dsa-indexer-skip-topk-offset int 0 | up to this one every layer picks
 --dsa-indexer-loss-coeff float - | weight of the loss that trains the index; none without it
 --dsa-indexer-use-sparse-loss on - | compare index and attention over the picked keys alone, not over all
 --dsa-indexer-rope-interleaved on - | rotate neighbours in the index, not halves

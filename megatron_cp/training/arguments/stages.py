@@ -12,9 +12,12 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Generator, Iterator
+from typing import TypeVar
 
+from megatron_cp.mcore.sparse_settings import is_sparse, layers_that_pick
 from megatron_cp.training.arguments.faults import discard
 
+T = TypeVar("T")
 _EVEN_FLAGS = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
@@ -49,6 +52,50 @@ def stages_of(layout: str) -> list[str]:
     if stray:
         raise ValueError(f"{''.join(stray)!r} is none of E, t, m, L, |, (..)*n and x*n")
     return text.split("|")
+
+
+def check_shared_picks(args: Namespace) -> Iterator[str]:
+    """Yields a line if a stage would begin with a layer that takes the keys that one on another stage has picked."""
+    if not is_sparse(args):
+        return
+    picks = layers_that_pick(args)
+    stranded = [first for first in _first_layers(args) if not picks[first]]
+    if stranded:
+        yield (
+            f"--dsa-indexer-topk-freq {args.dsa_indexer_topk_freq} --dsa-indexer-skip-topk-offset "
+            f"{args.dsa_indexer_skip_topk_offset}: a pipeline stage begins with layer {stranded[0] + 1}, which takes "
+            "what a layer before it has picked; let every stage begin with one that picks: layers "
+            f"{', '.join(str(i + 1) for i, picking in enumerate(picks) if picking)}"
+        )
+
+
+def _first_layers(args: Namespace) -> list[int]:
+    """Returns the first decoder layer, from 0, of each stage that has any; none where stages are not rightly said."""
+    if args.pipeline_model_parallel_layout is not None:
+        try:
+            counts = [stage.count("t") for stage in stages_of(args.pipeline_model_parallel_layout)]
+        except ValueError:
+            return []
+    else:
+        per_rank = _returned(_layers_of_ranks(args))
+        if per_rank is None:
+            return []
+        num_chunks = args.virtual_pipeline_model_parallel_size or 1
+        counts = [count // num_chunks for _ in range(num_chunks) for count in per_rank]
+        counts[0] -= args.account_for_embedding_in_pipeline_split
+        counts[-1] -= args.account_for_loss_in_pipeline_split
+    firsts = [sum(counts[:stage]) for stage, count in enumerate(counts) if count > 0]
+    return firsts if sum(counts) == args.num_layers else []
+
+
+def _returned(steps: Generator[str, None, T]) -> T:
+    """Returns what a check returns, whose faults were told before."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
 
 
 def _written_out(args: Namespace) -> Generator[str, None, int | None]:

@@ -50,6 +50,8 @@ SHAPE_ARGUMENTS = (
     "experimental_attention_variant",
     "dsa_indexer_n_heads",
     "dsa_indexer_head_dim",
+    "dsa_indexer_topk_freq",
+    "dsa_indexer_skip_topk_offset",
     "linear_attention_freq",
     "linear_conv_kernel_dim",
     "linear_key_head_dim",

@@ -17,7 +17,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron_cp.mcore import compat
 from megatron_cp.mcore.indexer import take_indexer_loss
 from megatron_cp.mcore.layer_patterns import expert_layers, experts_of_predictions
-from megatron_cp.mcore.sparse_settings import is_sparse
+from megatron_cp.mcore.sparse_settings import is_sparse, num_indexes
 from megatron_cp.training.config import TrainConfig
 
 _NAMES = {
@@ -52,8 +52,7 @@ def auxiliary_losses(config: TrainConfig, num_micro_batches: int) -> AuxiliaryLo
         scale = 1 / num_micro_batches
         MTPLossLoggingHelper.track_mtp_metrics(scale, 0, None, total_loss_dict=found)
     if is_sparse(config.namespace()) and arguments["dsa_indexer_loss_coeff"]:
-        num_layers = arguments["num_layers"] + (arguments["mtp_num_layers"] or 0)
-        found["indexer loss"] = take_indexer_loss(num_layers, num_micro_batches)
+        found["indexer loss"] = take_indexer_loss(num_indexes(arguments), num_micro_batches)
     return AuxiliaryLosses({name: float(value) for name, value in found.items()}, by_layer)
 
 

@@ -23,7 +23,7 @@ from megatron_cp.mcore.arguments import head_sizes
 from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
 from megatron_cp.mcore.layer_patterns import expert_layers, has_mlps
 from megatron_cp.mcore.mixers import DELTA, MAMBA, MAMBA_TAPS, SOFTMAX, layer_mixers_of, mamba_sizes
-from megatron_cp.mcore.sparse_settings import is_sparse
+from megatron_cp.mcore.sparse_settings import is_sparse, num_indexes
 
 _PASSES = 3  # forward, and backward with respect to the inputs and to the weights
 
@@ -42,7 +42,7 @@ class ModelFlops:
     """Query heads x (head size of keys + head size of values)."""
 
     index_width: int = 0
-    """The same of the index of sparse attention, which scores every pair that the mask allows."""
+    """Heads x head size of every index of sparse attention, which scores all pairs that the full mask allows."""
 
     most_keys: int | None = None
     """Keys of a token that attention reads at most; None: all that it sees."""
@@ -59,7 +59,7 @@ class ModelFlops:
         read = seen
         if self.most_keys is not None:  # tokens that see fewer are counted as if they saw as many
             read = min(seen, num_tokens * self.most_keys * sum(self.num_layers.values()))
-        scores = read * self.score_width + seen * self.index_width
+        scores = read * self.score_width + area.get("full", 0) * self.index_width
         return _PASSES * 2 * (num_tokens * self.matrix_parameters + scores)
 
 
@@ -92,12 +92,20 @@ def gpt_flops(
 
 
 def _of_sparse(flops: ModelFlops, arguments: Mapping[str, Any]) -> ModelFlops:
-    """Returns the count of the same model with sparse attention, whose heads read latent rows as they are."""
+    """Returns the count of the same model with sparse attention, whose heads read latent rows as they are.
+
+    Layers that pick, and predictions, have an index.
+    """
     rank, turning = arguments["kv_lora_rank"], arguments["qk_pos_emb_head_dim"]
+    heads, width = arguments["dsa_indexer_n_heads"], arguments["dsa_indexer_head_dim"]
+    num_indices = num_indexes(arguments)
+    hidden = arguments["hidden_size"]
+    index = arguments["q_lora_rank"] * heads * width + hidden * (heads + width)
     return replace(
         flops,
+        matrix_parameters=flops.matrix_parameters + num_indices * index,
         score_width=arguments["num_attention_heads"] * (2 * rank + turning),
-        index_width=arguments["dsa_indexer_n_heads"] * arguments["dsa_indexer_head_dim"],
+        index_width=num_indices * heads * width,
         most_keys=arguments["dsa_indexer_topk"],
     )
 
@@ -123,11 +131,7 @@ def _attention(arguments: Mapping[str, Any]) -> int:
     queries = (hidden + heads * key_size) * query_rank if query_rank else hidden * heads * key_size
     keys = hidden * (rank + arguments["qk_pos_emb_head_dim"])
     up = rank * heads * (arguments["qk_head_dim"] + value_size)
-    index = 0
-    if is_sparse(Namespace(**arguments)):
-        index_heads, width = arguments["dsa_indexer_n_heads"], arguments["dsa_indexer_head_dim"]
-        index = query_rank * index_heads * width + hidden * (index_heads + width)
-    return int(queries + keys + up + heads * value_size * hidden + index)
+    return int(queries + keys + up + heads * value_size * hidden)
 
 
 def _gated_delta_net(arguments: Mapping[str, Any]) -> int:

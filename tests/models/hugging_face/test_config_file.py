@@ -15,6 +15,7 @@ from megatron_cp.models.hugging_face.config_file import (
 )
 from megatron_cp.models.hugging_face.refusal import ConversionError
 from megatron_cp.models.hugging_face.rows import pieces_of
+from megatron_cp.models.hugging_face.settings import SHARED_PICKS
 from tests.models.hugging_face.published import PARAMETERS, PUBLISHED
 from tests.models.hugging_face.tiny_models import MODELS, make_tiny
 
@@ -313,3 +314,31 @@ def test_sizes_of_states_are_positive_whole_numbers(
 def test_configurations_are_json_afterwards():
     for config in PUBLISHED.values():
         json.dumps(config_of(family_of(config), arguments_of(config)))
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        ({}, "FFFFF"),
+        ({"index_topk_freq": 2}, "FFSFS"),  # from the second layer on
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, "FSSFS"),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, "FFFSS"),
+        ({"index_topk_pattern": "FSFSF"}, "FSFSF"),
+        ({"indexer_types": ["full", "full", "full", "shared", "full"]}, "FFFSF"),
+        ({"index_topk_pattern": "SFSFS"}, None),
+        ({"index_topk_pattern": "FSSFF"}, None),
+        ({"index_topk_pattern": "FSF"}, None),
+        ({"indexer_types": ["full", "full", "none", "full", "full"]}, None),
+    ],
+)
+def test_which_layers_pick_keys_is_said_in_four_ways(said: dict, kinds: str | None):
+    config = {"num_hidden_layers": 5, **said}
+    if kinds is None:
+        with pytest.raises(NotImplementedError, match="every so many layers a full one"):
+            SHARED_PICKS.read(config)
+        return
+    arguments = {"num_layers": 5, **SHARED_PICKS.read(config)}
+    words = {"F": "full", "S": "shared"}
+    assert SHARED_PICKS.to_config(arguments) == {"indexer_types": [words[one] for one in kinds]}
+    if not said:
+        assert arguments["dsa_indexer_topk_freq"] == 1

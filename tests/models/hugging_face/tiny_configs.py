@@ -300,6 +300,20 @@ MODELS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "glm_moe_dsa_shared": Tiny(
+        "GlmMoeDsa",
+        {
+            **_DEEPSEEK,
+            **_INDEX,
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-5,
+            "indexer_types": ["full", "shared", "full"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
     "kimi_k2": Tiny(
         "DeepseekV3",
         {
