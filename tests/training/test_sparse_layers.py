@@ -4,8 +4,10 @@ import shlex
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron_cp import mask as masks
 from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.logging.flops import gpt_flops
 from tests.training.commands import SMALL_RUN, metrics, train
@@ -175,7 +177,27 @@ def test_operations_count_what_the_index_looks_at_and_what_is_picked():
     assert other.matrix_parameters - one.matrix_parameters == 8 * 3 * 5 + 32 * (3 + 5)
     # Ten tokens that see 55 pairs: the index all of them, attention two a token, over 2 x 16 + 4 columns of 2 heads.
     expected = 6 * (10 * other.matrix_parameters + 55 * 15 + 20 * 2 * 36)
-    assert other.of_step(10, {"full": 55}) == expected
+    assert other.of_step(10, {"full": 55}, {"full": 20}) == expected
+    shared = {**sparse, "num_layers": 3, "dsa_indexer_topk_freq": 2}
+    assert gpt_flops(shared, num_layers={"full": 3}, vocab_size=50).index_width == 2 * 15
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 1000])
+def test_a_query_reads_no_more_keys_than_it_sees(most: int):
+    from megatron_cp.training.logging.metrics import area_read
+
+    for mask in (
+        masks.documents([5, 1, 0, 40], within="causal"),
+        masks.sliding_window(60, 9, 0, num_sink=2),
+        masks.prefix_lm(31, 7),
+        masks.dilated(40, 12, 3, 3),
+        masks.full(6),
+        masks.from_slices(30, 40, [(0, 9, 3, 30, None, 4), (9, 30, 0, 40, 2, 9), (12, 13, 0, 2, None, None)]),
+        masks.from_slices(3, 3, []),
+    ):  # fmt: skip
+        expected = np.minimum(mask.to_dense().sum(axis=1), most).sum()
+        assert area_read(mask, most) == expected, mask
+        assert area_read(mask, None) == mask.area()
 
 
 def test_every_weight_may_be_gathered_alone(alone: Path, tmp_path: Path):

@@ -50,16 +50,16 @@ class ModelFlops:
     num_layers: dict[str, int]
     """Layers per mask name, e.g. `{"full": 2, "window": 22}`."""
 
-    def of_step(self, num_tokens: int, area: dict[str, int]) -> int:
+    def of_step(
+        self, num_tokens: int, area: dict[str, int], read: dict[str, int] | None = None
+    ) -> int:
         """Returns the operations of forward and backward over `num_tokens` real tokens.
 
-        `area` says how many pairs the mask of each name allows.
+        `area` says how many pairs the mask of each name allows, `read` how many of them attention reads (None: all).
         """
-        seen = sum(area[name] * layers for name, layers in self.num_layers.items())
-        read = seen
-        if self.most_keys is not None:  # tokens that see fewer are counted as if they saw as many
-            read = min(seen, num_tokens * self.most_keys * sum(self.num_layers.values()))
-        scores = read * self.score_width + area.get("full", 0) * self.index_width
+        read = area if read is None else read
+        pairs = sum(read[name] * layers for name, layers in self.num_layers.items())
+        scores = pairs * self.score_width + area.get("full", 0) * self.index_width
         return _PASSES * 2 * (num_tokens * self.matrix_parameters + scores)
 
 

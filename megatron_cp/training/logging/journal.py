@@ -90,8 +90,8 @@ class Journal:
         `waited_s`: how long this rank waited for the batches, inside the step.
         """
         config, state = self._state.config, self._state
-        work = work_of_step(batches, device)
-        operations = self._flops.of_step(work.num_tokens, work.area)
+        work = work_of_step(batches, device, self._flops.most_keys)
+        operations = self._flops.of_step(work.num_tokens, work.area, work.read)
         state.flops += operations
         self._summary.step(result.loss, work.num_tokens)
         for window in (self._line, self._row):

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_cp.data.batch import PlannedBatch
+from megatron_cp.mask import AttentionMask
+from megatron_cp.mask.slice import HI, K_END, K_START, LO, Q_END, Q_START
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.baselines import PackFigures, pack_figures, per_document_imbalance
 
@@ -27,22 +29,51 @@ class StepWork:
     """Real tokens of all replicas, tail padding excluded."""
     area: dict[str, int]
     """Pairs (query, key) that the masks allow, by mask name."""
+    read: dict[str, int]
+    """Those of them that attention reads."""
 
 
-def work_of_step(batches: list[PlannedBatch], device: torch.device) -> StepWork:
-    """Returns tokens and mask area of the global batch.
+def work_of_step(
+    batches: list[PlannedBatch], device: torch.device, most_keys: int | None = None
+) -> StepWork:
+    """Returns what the global batch has; `most_keys` are the keys that a query attends to at most.
 
     Collective over data-parallel replicas when there are several with batches of their own.
     """
     names = sorted(batches[0].plans)
+    masks = [[item.plans[name].mask for item in batches] for name in names]
     counts = [sum(sum(item.batch.document_lengths) for item in batches)]
-    counts += [sum(int(item.plans[name].mask.area()) for item in batches) for name in names]
+    counts += [sum(int(mask.area()) for mask in own) for own in masks]
+    counts += [sum(area_read(mask, most_keys) for mask in own) for own in masks]
     group = parallel_state.get_data_parallel_group()
     if group.size() > 1 and not batches[0].spans_replicas:
         total = torch.tensor(counts, dtype=torch.int64, device=device)
         dist.all_reduce(total, group=group)
         counts = total.tolist()
-    return StepWork(counts[0], dict(zip(names, counts[1:], strict=True)))
+    area, read = counts[1 : 1 + len(names)], counts[1 + len(names) :]
+    return StepWork(
+        counts[0], dict(zip(names, area, strict=True)), dict(zip(names, read, strict=True))
+    )
+
+
+def area_read(mask: AttentionMask, most_keys: int | None) -> int:
+    """Returns the pairs of a mask, of each query `most_keys` at most."""
+    if most_keys is None or not mask.num_slices:
+        return int(mask.area())
+    slices = mask.array
+    corners = [slices[:, k] - slices[:, side] for k in (K_START, K_END) for side in (LO, HI)]
+    bends = np.concatenate([slices[:, Q_START], slices[:, Q_END], *corners])
+    # Between these rows what a query sees grows evenly; the band's other side ends one row before a corner.
+    ends = np.unique(np.clip([bends - 1, bends, bends + 1], 0, mask.num_queries))
+    first, size = ends[:-1], np.diff(ends)
+    own = mask.area_of_rows(np.sort(np.concatenate([first, first + 1, ends[-1:]])))
+    seen, rest = own[0::2], own[1::2]
+    slope = (rest - (size - 1) * seen) // np.maximum(size * (size - 1) // 2, 1)
+    least, slope = np.minimum(seen, seen + slope * (size - 1)), np.abs(slope)
+    growing = (most_keys - least) // np.maximum(slope, 1) + 1
+    below = np.clip(np.where(slope > 0, growing, size * (least <= most_keys)), 0, size)
+    pairs = below * least + slope * (below * (below - 1) // 2) + (size - below) * most_keys
+    return int(pairs.sum())
 
 
 def plan_metrics(config: TrainConfig, batches: list[PlannedBatch]) -> dict[str, float]:
