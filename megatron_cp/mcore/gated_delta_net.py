@@ -29,7 +29,7 @@ from megatron_cp.api import cp_causal_conv1d, cp_linear_attention
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.layer_calls import refuse_inference, weight_of
 from megatron_cp.mcore.micro_batch import PlanFinder, prepare_layer
-from megatron_cp.mcore.recurrence import Recurrence, split_over_tensor_ranks
+from megatron_cp.mcore.recurrence import Recurrence, Stream, split_over_tensor_ranks
 
 _SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 
@@ -167,21 +167,13 @@ class ContextGatedDeltaNet(Recurrence, GatedDeltaNet):
         refuse_inference(inference_context, inference_params)
         projected, _ = self.in_proj(hidden_states)
         stream = self._stream(projected, attention_mask, packed_seq_params)
-        batch = stream.folded.shape[1]  # samples that share the plan are more heads
-        channels, z, beta, alpha = stream.folded.split(
-            [self.conv_dim_local_tp, *self.in_proj_split_sections[3:]], dim=-1
+        channels, others = stream.folded.split(
+            [self.conv_dim_local_tp, stream.folded.shape[-1] - self.conv_dim_local_tp], dim=-1
         )
-        channels = cp_causal_conv1d(
-            channels.flatten(1),
-            weight_of(self.conv1d).squeeze(1).repeat(batch, 1),
-            stream.plan,
-            stream.group,
-            document_lengths=stream.document_lengths,
-            activation="silu",
-        ).view_as(channels)
-        q, k, v = channels.split(list(self.in_proj_split_sections[:3]), dim=-1)
+        q, k, v = self._convolved(channels, stream)
         repeats = self.num_value_heads // self.num_key_heads
         q, k = (_of_length_one(x, self.key_head_dim).repeat_interleave(repeats, 1) for x in (q, k))
+        decays, beta, gate = self._gates(others)
         out = cp_linear_attention(
             q,
             k,
@@ -189,11 +181,32 @@ class ContextGatedDeltaNet(Recurrence, GatedDeltaNet):
             stream.plan,
             stream.group,
             document_lengths=stream.document_lengths,
-            g=(-self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)).flatten(1),
+            g=decays,
             beta=beta.sigmoid().flatten(1),
         )
-        gated = self.out_norm(out) * F.silu(z.reshape(out.shape).float())
+        gated = self.out_norm(out) * gate.reshape(out.shape)
         return self.out_proj(stream.rows.unfold(gated.to(out.dtype)))
+
+    def _convolved(self, channels: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, ...]:
+        """Returns q, k and v `[rows, b, ...]` after the short convolution."""
+        convolved = cp_causal_conv1d(
+            channels.flatten(1),
+            weight_of(self.conv1d).squeeze(1).repeat(channels.shape[1], 1),
+            stream.plan,
+            stream.group,
+            document_lengths=stream.document_lengths,
+            activation="silu",
+        ).view_as(channels)
+        return convolved.split(list(self.in_proj_split_sections[:3]), dim=-1)
+
+    def _gates(self, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the logarithm of decays, beta before its sigmoid, and what multiplies the normed output, in fp32.
+
+        `others` is what is projected beside q, k and v, `[rows, b, ...]`.
+        """
+        z, beta, alpha = others.split(list(self.in_proj_split_sections[3:]), dim=-1)
+        decays = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
+        return decays.flatten(1), beta, F.silu(z.float())
 
 
 def _of_length_one(x: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -203,13 +216,16 @@ def _of_length_one(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     return (heads * torch.rsqrt(squares + 1e-6)).to(x.dtype)
 
 
-def gated_delta_net_layer(layer: Any, plain: Any, norm: Any) -> Any:
+def gated_delta_net_layer(
+    layer: Any, plain: Any, norm: Any, module: type[ContextGatedDeltaNet] = ContextGatedDeltaNet
+) -> Any:
     """Returns the spec of a decoder layer with a gated delta net in place of its attention.
 
     Args:
         layer: Megatron's spec of the layer; its MLP or experts stay.
         plain: the same with plain attention, whose projections (and norm, where they hold it) are taken.
         norm: module of the norm of heads.
+        module: the kind of gated delta net.
     """
     attention, parts = plain.submodules.self_attention.submodules, plain.submodules
     own = GatedDeltaNetSubmodules(
@@ -224,7 +240,7 @@ def gated_delta_net_layer(layer: Any, plain: Any, norm: Any) -> Any:
         layer.submodules,
         input_layernorm=parts.input_layernorm,
         self_attention=ModuleSpec(
-            module=ContextGatedDeltaNet,
+            module=module,
             params={"attn_mask_type": AttnMaskType.causal},  # multi-token prediction asks for it
             submodules=own,
         ),

@@ -26,11 +26,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cp.api import cp_causal_conv1d, cp_linear_attention
@@ -193,33 +188,17 @@ class ContextMambaMixer(Recurrence, MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Returns the sharded tensors under the keys of Megatron's mixer, each section by itself."""
-        # Its name is private: where it goes, checkpoints alone shall miss it.
-        from megatron.core.ssm.mamba_mixer import _split_tensor_factory
-
-        metadata, group = ensure_metadata_has_dp_cp_group(metadata), self.pg_collection.tp
-        groups = {"tp_group": group, "dp_cp_group": metadata["dp_cp_group"]}
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        axes = {"A_log": 0, "dt_bias": 0, "D": 0}
-        tensors = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
-        for name in ("conv1d", "norm"):
-            weights = getattr(self, name).state_dict(prefix="", keep_vars=True)
-            tensors |= make_sharded_tensors_for_checkpoint(
-                weights, f"{prefix}{name}.", dict.fromkeys(weights, 0), sharded_offsets, **groups
-            )
-        for name in ("in_proj", "out_proj"):
-            module = getattr(self, name)
-            tensors |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=group
-            )
-        for name, sections, sizes in (
-            ("in_proj.weight", _IN_PROJ, self.in_proj_split_sections),
-            ("conv1d.weight", _CHANNELS, self._channel_sections),
-            ("conv1d.bias", _CHANNELS, self._channel_sections),
-        ):
-            key = f"{prefix}{name}"
-            tensors[key] = _split_tensor_factory(tensors[key], list(sizes), list(sections), 0)
-        return tensors
+        return self._sharded(
+            prefix,
+            sharded_offsets,
+            metadata,
+            by_rank=("conv1d", "norm"),
+            sections={
+                "in_proj.weight": (_IN_PROJ, self.in_proj_split_sections),
+                "conv1d.weight": (_CHANNELS, self._channel_sections),
+                "conv1d.bias": (_CHANNELS, self._channel_sections),
+            },
+        )
 
 
 class _GroupedGatedNorm(torch.nn.Module):

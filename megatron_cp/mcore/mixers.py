@@ -18,9 +18,12 @@ from megatron_cp.mcore.layer_patterns import layer_pattern
 from megatron_cp.mcore.sparse_settings import SPARSE, check_sparse
 
 GATED_DELTA_NET = ("gated_delta_net", "gdn")
-"""Names of the one kind of linear attention that is served; the second is that of Megatron-Core 0.20."""
+"""Names of one kind of linear attention; the second is that of Megatron-Core 0.20."""
 
-SOFTMAX, DELTA, MAMBA = "softmax", "gated delta net", "mamba"
+KIMI_DELTA = ("kimi_delta_attention", "kda")
+"""Of another, which forgets by key channel; Megatron-Core has none."""
+
+SOFTMAX, DELTA, KDA, MAMBA = "softmax", "gated delta net", "kimi delta attention", "mamba"
 """Names of mixers; a layer with none of them is an MLP or experts alone."""
 
 _HYBRID = {hybrid_pattern.ATTENTION: SOFTMAX, hybrid_pattern.MAMBA: MAMBA}
@@ -39,7 +42,8 @@ def layer_mixers(settings: Any) -> tuple[str | None, ...]:
     variant = getattr(settings, "experimental_attention_variant", None)
     frequency = settings.linear_attention_freq if variant else None
     is_linear = _linear_pattern(variant, frequency, settings.num_layers)
-    return tuple(DELTA if linear else SOFTMAX for linear in is_linear)
+    kind = KDA if variant in KIMI_DELTA else DELTA
+    return tuple(kind if linear else SOFTMAX for linear in is_linear)
 
 
 def prediction_mixers(settings: Any) -> tuple[str | None, ...]:
@@ -65,18 +69,18 @@ def layer_mixers_of(arguments: Mapping[str, Any]) -> tuple[str | None, ...]:
 
 
 def linear_layers(settings: Any) -> tuple[bool, ...]:
-    """Returns for each decoder layer whether it is a gated delta net."""
-    return tuple(mixer == DELTA for mixer in layer_mixers(settings))
+    """Returns for each decoder layer whether it is a gated delta net, of either kind."""
+    return tuple(mixer in (DELTA, KDA) for mixer in layer_mixers(settings))
 
 
 def linear_layers_of(arguments: Mapping[str, Any]) -> tuple[bool, ...]:
     """Returns the same for arguments by their names."""
-    return tuple(mixer == DELTA for mixer in layer_mixers_of(arguments))
+    return tuple(mixer in (DELTA, KDA) for mixer in layer_mixers_of(arguments))
 
 
 def _linear_pattern(variant: str | None, frequency: _Frequency, num_layers: int) -> list[bool]:
     """Returns for each decoder layer whether it is linear attention."""
-    if variant not in GATED_DELTA_NET:
+    if variant not in GATED_DELTA_NET + KIMI_DELTA:
         return [False] * num_layers
     if (isinstance(frequency, int) and frequency > 0) or (
         isinstance(frequency, list) and len(frequency) == num_layers
@@ -121,10 +125,11 @@ def linear_state_bytes(settings: Any, tp_size: int) -> int | None:
     if not is_hybrid and not getattr(settings, "experimental_attention_variant", None):
         return None  # arguments of a recorded run may say no more
     mixers, size = layer_mixers(settings) + prediction_mixers(settings), 0
-    if DELTA in mixers:
+    num_deltas = mixers.count(DELTA) + mixers.count(KDA)
+    if num_deltas:
         key_dim, value_dim = settings.linear_key_head_dim, settings.linear_value_head_dim
         heads = settings.linear_num_value_heads // tp_size
-        size += mixers.count(DELTA) * heads * key_dim * (value_dim + key_dim) * 4
+        size += num_deltas * heads * key_dim * (value_dim + key_dim) * 4
     if MAMBA in mixers:
         mamba = mamba_sizes(settings)
         heads = mamba.num_heads // tp_size
@@ -149,13 +154,15 @@ def check_mixers(settings: Any) -> None:
     if variant == SPARSE:
         check_sparse(settings)
         return
-    if variant not in GATED_DELTA_NET:
+    if variant not in GATED_DELTA_NET + KIMI_DELTA:
         raise NotImplementedError(
             f"experimental_attention_variant={variant!r} is not served with context parallelism: softmax attention, "
-            "'gated_delta_net' and 'dsa' are; train such a model with Megatron's own attention"
+            "'gated_delta_net', 'kimi_delta_attention' and 'dsa' are; train such a model with Megatron's own attention"
         )
     layer_mixers(settings)
     keys, values = settings.linear_num_key_heads, settings.linear_num_value_heads
+    if variant in KIMI_DELTA:
+        _check_kimi_delta(settings, tp)
     if values % keys:
         raise ValueError(
             f"linear_num_value_heads={values} must be a multiple of linear_num_key_heads={keys}; give that"
@@ -164,6 +171,20 @@ def check_mixers(settings: Any) -> None:
         raise ValueError(
             f"linear_num_key_heads={keys} must be a multiple of tensor_model_parallel_size={tp}; choose a tensor size "
             "that divides it"
+        )
+
+
+def _check_kimi_delta(settings: Any, tp: int) -> None:
+    keys, values = settings.linear_num_key_heads, settings.linear_num_value_heads
+    if keys != values:
+        raise ValueError(
+            f"linear_num_key_heads={keys} and linear_num_value_heads={values} must be equal in Kimi delta attention; "
+            "give the same"
+        )
+    if settings.linear_value_head_dim % tp:
+        raise ValueError(
+            f"linear_value_head_dim={settings.linear_value_head_dim} must be a multiple of tensor_model_parallel_size="
+            f"{tp} in Kimi delta attention; choose a tensor size that divides it"
         )
 
 

@@ -3,19 +3,25 @@
     projected rows -> plan, documents, rows of a stream      the same for every kind of layer
     weights of several sections                              drawn alike at every tensor-parallel size
 
-The kinds are in `gated_delta_net.py` and `mamba_mixer.py`.
+The kinds are in `gated_delta_net.py`, `kimi_delta.py` and `mamba_mixer.py`.
 """
 
 # s rows of this rank, b batch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 
 from megatron_cp.mask.linked import causal_document_lengths
 from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of
@@ -113,6 +119,54 @@ class Recurrence:
     def _drawn_like(self, own: torch.Tensor, low: float, high: float) -> torch.Tensor:
         """Returns uniform numbers in the shape of all tensor ranks' parts, the same on each of them."""
         return own.new_empty(len(own) * self.tp_size, *own.shape[1:]).uniform_(low, high)
+
+    def _sharded(
+        self,
+        prefix: str,
+        sharded_offsets: tuple[Any, ...],
+        metadata: dict[str, Any] | None,
+        *,
+        by_rank: tuple[str, ...],
+        sections: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]],
+    ) -> dict[str, Any]:
+        """Returns the sharded tensors of the layer.
+
+        Args:
+            prefix: in front of every key.
+            sharded_offsets: those of what holds the layer.
+            metadata: Megatron's.
+            by_rank: modules without a sharding of their own, of whose weights each tensor rank has other rows.
+            sections: names of the sections of a tensor, and their rows; each is saved by itself.
+        """
+        # Its name is private: where it goes, checkpoints alone shall miss it.
+        from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+
+        metadata, group = ensure_metadata_has_dp_cp_group(metadata), self.pg_collection.tp
+        groups = {"tp_group": group, "dp_cp_group": metadata["dp_cp_group"]}
+        layer: Any = self
+        own: dict[str, Any] = {}
+        layer._save_to_state_dict(own, "", keep_vars=True)
+        tensors: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups
+        )
+        for name, module in layer.named_children():
+            if name in by_rank:
+                weights = module.state_dict(prefix="", keep_vars=True)
+                tensors |= make_sharded_tensors_for_checkpoint(
+                    weights,
+                    f"{prefix}{name}.",
+                    dict.fromkeys(weights, 0),
+                    sharded_offsets,
+                    **groups,
+                )
+            else:
+                tensors |= sharded_state_dict_default(
+                    module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=group
+                )
+        for name, (names, sizes) in sections.items():
+            key = f"{prefix}{name}"
+            tensors[key] = _split_tensor_factory(tensors[key], list(sizes), list(names), 0)
+        return tensors
 
 
 def split_over_tensor_ranks(*parameters: Any) -> None:

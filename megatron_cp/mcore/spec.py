@@ -9,7 +9,7 @@
 A spec is a tree of dataclasses. In a copy of it these leaves are exchanged:
 
     core_attention    for `ContextParallelAttention`
-    recurrent layers  for `ContextGatedDeltaNet`, `ContextMambaMixer`
+    recurrent layers  for `ContextGatedDeltaNet`, `ContextMambaMixer`; ours stay
     a local norm      for `LocalNorm`, the same but fit for sequence parallelism
     router            for `ContextRouter`, which does not depend on the dispatch
 """
@@ -41,8 +41,9 @@ from megatron_cp.mcore import compat, hooks, layers, program
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.fused_adam import install_fused_adam
 from megatron_cp.mcore.gated_delta_net import ContextGatedDeltaNet, gated_delta_net_layer
+from megatron_cp.mcore.kimi_delta import KimiDeltaAttention
 from megatron_cp.mcore.mamba_mixer import ContextMambaMixer
-from megatron_cp.mcore.mixers import linear_layers
+from megatron_cp.mcore.mixers import KIMI_DELTA, linear_layers
 from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
 from megatron_cp.mcore.router import ContextRouter, EqualWeightRouter
 from megatron_cp.mcore.sparse_latent import SparseCore, sparse_latent_layer
@@ -64,6 +65,7 @@ _RECURRENT = {
     GatedDeltaNet: ContextGatedDeltaNet,
     MambaMixer: ContextMambaMixer,
     ContextGatedDeltaNet: ContextGatedDeltaNet,
+    KimiDeltaAttention: KimiDeltaAttention,
     ContextMambaMixer: ContextMambaMixer,
 }
 
@@ -334,8 +336,10 @@ def _decoder_layers(config: Any, use_te: bool) -> list[Any]:
     if not any(pattern):
         return specs
     plain = compat.plain_layer_specs(config, use_transformer_engine=use_te)
+    is_kimi = config.experimental_attention_variant in KIMI_DELTA
+    module = KimiDeltaAttention if is_kimi else ContextGatedDeltaNet
     return [
-        gated_delta_net_layer(spec, one, norm) if is_linear else spec
+        gated_delta_net_layer(spec, one, norm, module) if is_linear else spec
         for spec, one, is_linear in zip(specs, plain, pattern, strict=True)
     ]
 

@@ -53,6 +53,11 @@ def test_linear_layers_counted_by_hand():
     softmax, mlp = 4 * 8 * 8, 3 * 8 * 16
     assert flops.matrix_parameters == 2 * linear + softmax + 3 * mlp + 80
     assert flops.num_layers == {"full": 1}
+    kimi = {"experimental_attention_variant": "kimi_delta_attention", "linear_num_key_heads": 6}
+    flops = gpt_flops({**model, **kimi}, num_layers={"full": 1, "window": 0}, vocab_size=10)
+    # q and k 6x5, v 6x3, beta 6, forget and gate 3, which open to 6x5 and 6x3; out 18x8; taps of 4; the state.
+    linear = 8 * (30 + 30 + 18 + 6 + 3 + 3) + 3 * (30 + 18) + 18 * 8 + 4 * (30 + 30 + 18)
+    assert flops.matrix_parameters == 2 * (linear + 6 * 3 * 5 * 3) + softmax + 3 * mlp + 80
 
 
 def test_hybrid_layers_counted_by_hand():

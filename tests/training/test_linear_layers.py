@@ -60,9 +60,49 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
             assert value == pytest.approx(expected[iteration], rel=3e-6), (key, iteration)
 
 
+KIMI = shlex.split(
+    "--num-layers 4 --experimental-attention-variant kda --linear-attention-freq [1,0,1,1] --linear-key-head-dim 16 "
+    "--linear-value-head-dim 8 --linear-num-key-heads 4 --linear-num-value-heads 4 --calculate-per-token-loss "
+    "--untie-embeddings-and-output-weights --init-method-std 0.1"
+)
+
+
+@pytest.fixture(scope="module")
+def kimi_alone(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
+    train(1, *SMALL_RUN, *KIMI, *flags)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["a stage of linear layers alone", "tensor, sequence and context", "tensor and recomputed"],
+)
+def test_kimi_delta_attention_goes_on_as_on_one_rank(kimi_alone: Path, tmp_path: Path, layout: str):
+    world_size, flags = LAYOUTS[layout]
+    resumed = ["--load", str(kimi_alone), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
+    train(world_size, *SMALL_RUN, *KIMI, *resumed, *flags.split())
+    for key in ("lm loss", "grad-norm"):
+        found, expected = metrics(tmp_path / "run", key), metrics(kimi_alone, key)
+        assert sorted(found) == [2, 3, 4], key
+        for iteration, value in found.items():
+            assert value == pytest.approx(expected[iteration], rel=3e-6), (key, iteration)
+
+
+def test_a_checkpoint_of_another_delta_rule_is_refused(kimi_alone: Path):
+    other = [*KIMI, "--experimental-attention-variant", "gated_delta_net"]
+    with pytest.raises(
+        AssertionError, match="--experimental-attention-variant kimi_delta_attention"
+    ):
+        train(1, *SMALL_RUN, *other, "--load", str(kimi_alone))
+
+
 BESIDE = {
     "windows": "--window-size 16,0 --window-attn-skip-freq [1,0,1,1]",
     "latent": "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
+    "latent, Kimi's": "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --experimental-attention-variant kda --linear-num-key-heads 4",
     "linear alone": "--linear-attention-freq [1,1,1,1] --mtp-num-layers 1",
 }
 
@@ -70,7 +110,7 @@ BESIDE = {
 @pytest.mark.parametrize("other", BESIDE)
 def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: str):
     flags = [*SMALL_RUN, *LINEAR, *BESIDE[other].split()]
-    if other == "latent":
+    if other.startswith("latent"):
         place = flags.index("--group-query-attention")
         del flags[place : place + 3]
     for ranks in (1, 2):
@@ -100,6 +140,10 @@ def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: st
         (
             "--experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 3",
             "linear_num_value_heads=32 must be a multiple of linear_num_key_heads=3",
+        ),
+        (
+            "--experimental-attention-variant kda --linear-attention-freq 2",
+            "linear_num_key_heads=16 and linear_num_value_heads=32 must be equal in Kimi delta",
         ),
         (
             "--experimental-attention-variant gdn --linear-attention-freq 2 --linear-key-head-dim 0",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_cp.mcore.mixers import GATED_DELTA_NET
+from megatron_cp.mcore.mixers import GATED_DELTA_NET, KIMI_DELTA
 from megatron_cp.mcore.sparse_settings import SPARSE
 from megatron_cp.training.arguments.faults import discard, require
 
@@ -27,14 +27,15 @@ def complete_linear(args: Namespace) -> Iterator[str]:
     if variant == SPARSE:
         yield from _complete_sparse(args)
         return
-    if variant not in GATED_DELTA_NET:
+    names = next((names for names in (GATED_DELTA_NET, KIMI_DELTA) if variant in names), None)
+    if names is None:
         yield (
             f"--experimental-attention-variant {variant} is not served: it chooses layers that ours do not stand for, "
-            "here or in Megatron-LM's program; gated_delta_net and dsa are served"
+            "here or in Megatron-LM's program; gated_delta_net, kimi_delta_attention and dsa are served"
         )
         args.experimental_attention_variant = None
         return
-    args.experimental_attention_variant = GATED_DELTA_NET[0]
+    args.experimental_attention_variant = names[0]
     if args.linear_attention_freq is None:
         yield (
             "--linear-attention-freq is missing; it has no default: N, every Nth layer is softmax attention, or a list "
@@ -51,7 +52,7 @@ def complete_linear(args: Namespace) -> Iterator[str]:
     )
     if not args.swiglu:
         yield (
-            "--experimental-attention-variant gated_delta_net takes the activation of the MLP, and is made for SiLU; "
+            f"--experimental-attention-variant {names[0]} takes the activation of the MLP, and is made for SiLU; "
             "give --swiglu (another model)"
         )
 

@@ -21,7 +21,7 @@ MODEL_TABLE = """
 --qk-layernorm on - | norm on queries and keys
 --qk-l2-norm on - | L2 norm on queries and keys
 --attention-output-gate on - | a gate on the output of attention
---experimental-attention-variant str - | gated_delta_net (or gdn): linear attention; dsa: keys picked by an index
+--experimental-attention-variant str - | gated_delta_net, kimi_delta_attention: linear; dsa: keys picked by an index
 --linear-attention-freq layers - | which layers: N, every Nth is softmax attention, or a list of 0 and 1 (linear)
 --linear-conv-kernel-dim int 4 | tokens that the convolution of a linear layer sees
 --linear-key-head-dim int 128 | head size of queries and keys of linear layers

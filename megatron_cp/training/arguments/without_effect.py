@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
-from megatron_cp.mcore.mixers import GATED_DELTA_NET
+from megatron_cp.mcore.mixers import GATED_DELTA_NET, KIMI_DELTA
 from megatron_cp.mcore.sparse_settings import is_sparse
 
 
@@ -41,8 +41,8 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
     (
         "--linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads "
         "--linear-num-value-heads",
-        lambda a: a.experimental_attention_variant in GATED_DELTA_NET,
-        "--experimental-attention-variant gated_delta_net",
+        lambda a: a.experimental_attention_variant in GATED_DELTA_NET + KIMI_DELTA,
+        "--experimental-attention-variant gated_delta_net or kimi_delta_attention",
     ),
     ("--dsa-* --*-dsa-*", is_sparse, "--experimental-attention-variant dsa"),
     (

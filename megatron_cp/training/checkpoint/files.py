@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError
-from megatron_cp.mcore.mixers import DELTA, MAMBA, layer_mixers_of, mamba_sizes
+from megatron_cp.mcore.mixers import MAMBA, layer_mixers_of, linear_layers_of, mamba_sizes
 from megatron_cp.training.checkpoint import integrity
 from megatron_cp.training.whole_files import free_name, write_atomically, written_aside
 
@@ -92,9 +92,9 @@ def shape_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
         shape["mamba_num_heads"] = mamba_sizes(Namespace(**arguments)).num_heads
     else:
         shape |= dict.fromkeys(_OF_MAMBA)
-    if DELTA not in mixers:
+    if not any(linear_layers_of(arguments)):
         return shape | dict.fromkeys(_OF_LINEAR_LAYERS)
-    return shape | {"linear_attention_freq": [int(mixer == DELTA) for mixer in mixers]}
+    return shape | {"linear_attention_freq": [int(one) for one in linear_layers_of(arguments)]}
 
 
 def iteration_folder(root: str | Path, iteration: int) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.mcore.layer_patterns import PATTERNS, layer_pattern
-from megatron_cp.mcore.mixers import DELTA, MAMBA, layer_mixers_of
+from megatron_cp.mcore.mixers import DELTA, KDA, MAMBA, layer_mixers_of
 
 # Argument -> its flag, where that is not the name with dashes.
 _ARGUMENTS = {
@@ -92,16 +92,18 @@ _OF_HEADS = {
     "num_query_groups": "--num-query-groups",
     "kv_channels": "--kv-channels",
 }
+_OF_DELTA_RULE = {
+    "linear_num_key_heads": "--linear-num-key-heads",
+    "linear_key_head_dim": "--linear-key-head-dim",
+}
 # The same of recurrent layers; their other sizes show in the shapes of tensors.
 _OF_STATES = {
     MAMBA: {
         "mamba_num_groups": "--mamba-num-groups",
         "mamba_state_dim": "--mamba-state-dim",
     },
-    DELTA: {
-        "linear_num_key_heads": "--linear-num-key-heads",
-        "linear_key_head_dim": "--linear-key-head-dim",
-    },
+    DELTA: _OF_DELTA_RULE,
+    KDA: _OF_DELTA_RULE,
 }
 
 

@@ -22,7 +22,15 @@ from typing import Any
 from megatron_cp.mcore.arguments import head_sizes
 from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
 from megatron_cp.mcore.layer_patterns import expert_layers, has_mlps
-from megatron_cp.mcore.mixers import DELTA, MAMBA, MAMBA_TAPS, SOFTMAX, layer_mixers_of, mamba_sizes
+from megatron_cp.mcore.mixers import (
+    DELTA,
+    KDA,
+    MAMBA,
+    MAMBA_TAPS,
+    SOFTMAX,
+    layer_mixers_of,
+    mamba_sizes,
+)
 from megatron_cp.mcore.sparse_settings import is_sparse, num_indexes
 
 _PASSES = 3  # forward, and backward with respect to the inputs and to the weights
@@ -147,6 +155,15 @@ def _gated_delta_net(arguments: Mapping[str, Any]) -> int:
     return int(projections + taps + 3 * heads * key_size * value_size)
 
 
+def _kimi_delta(arguments: Mapping[str, Any]) -> int:
+    """Returns the same of Kimi delta attention, whose forget gate and output gate are narrow first."""
+    heads, value_size = arguments["linear_num_value_heads"], arguments["linear_value_head_dim"]
+    keys, values = heads * arguments["linear_key_head_dim"], heads * value_size
+    projections = arguments["hidden_size"] * (2 * keys + 2 * values + heads + 2 * value_size)
+    taps = arguments["linear_conv_kernel_dim"] * (2 * keys + values)
+    return int(projections + value_size * (keys + values) + taps + 3 * keys * value_size)
+
+
 def _mamba(arguments: Mapping[str, Any]) -> int:
     """Returns the same of a Mamba-2 layer, whose states are written to and read."""
     heads, head_dim, groups, state_dim = mamba_sizes(Namespace(**arguments))
@@ -155,7 +172,7 @@ def _mamba(arguments: Mapping[str, Any]) -> int:
     return int(projections + MAMBA_TAPS * (inner + 2 * shared) + 2 * heads * head_dim * state_dim)
 
 
-_MIXERS = {SOFTMAX: _attention, DELTA: _gated_delta_net, MAMBA: _mamba}
+_MIXERS = {SOFTMAX: _attention, DELTA: _gated_delta_net, KDA: _kimi_delta, MAMBA: _mamba}
 
 
 def _mlp(arguments: Mapping[str, Any], *, is_expert: bool) -> int:
