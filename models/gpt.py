@@ -87,6 +87,8 @@ def transformer_config(
     fields = {**_running_fields(layout or Layout(), dtype), **given, **_activation(arguments)}
     if is_latent:  # here None means none, and the configuration's own default is 512
         fields["q_lora_rank"] = arguments.get("q_lora_rank")
+        if arguments.get("rope_type") == "none":  # no kind of Megatron's; see `latent_rotates`
+            fields["rope_type"] = "rope"
     if arguments.get("init_method_xavier_uniform"):
         fields["init_method"] = fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
     fields.update(fusions_of(arguments))
@@ -105,6 +107,7 @@ def transformer_config(
     for name, usual in sparse_settings.LATER.items():
         found = arguments.get(name)
         setattr(config, name, usual if found is None else found)
+    config.latent_rotates = arguments.get("rope_type") != "none"
     config.hybrid_layer_pattern = arguments.get("hybrid_layer_pattern")  # no field in any version
     config.mtp_use_repeated_layer = bool(arguments.get("mtp_use_repeated_layer"))  # none in 0.16
     if arguments.get("position_embedding_type") == "yarn" and not is_latent:

@@ -44,6 +44,8 @@ class _ByPosition:
 
     squeezes_batch = False
     """Whether the layer drops the batch dimension under packed_seq_params, as multi-latent attention does."""
+    is_still = False
+    """Whether all angles are 0: latent attention without positions, which Megatron would rotate all the same."""
 
     def get_rotary_seq_len(
         self,
@@ -76,7 +78,8 @@ class _ByPosition:
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
         """Returns the angles `[T / b, b, 1, D]` (MLA: `[T, 1, D]`) at the carried positions; YaRN: and mscale."""
         if not isinstance(max_seq_len, PositionedLength):
-            return super().forward(max_seq_len, *args, **kwargs)  # type: ignore[misc]
+            angles = super().forward(max_seq_len, *args, **kwargs)  # type: ignore[misc]
+            return torch.zeros_like(angles) if self.is_still else angles
         table = self.get_emb(2)  # type: ignore[attr-defined]
         emb, mscale = table if isinstance(table, tuple) else (table, None)
         angle_of_one_D = emb[1].reshape(-1)
@@ -88,6 +91,7 @@ class _ByPosition:
             )
         angles = positions[:, :, None, None] * angle_of_one_D
         angles = angles.squeeze(1) if self.squeezes_batch else angles
+        angles = torch.zeros_like(angles) if self.is_still else angles
         return angles if mscale is None else (angles, mscale)
 
 
@@ -122,6 +126,7 @@ def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) 
             rotary.__class__ = _replacement_of(rotary)
         if isinstance(parent, MultiLatentAttention):
             rotary.squeezes_batch = getattr(parent, "squeezes_batch", True)  # type: ignore[assignment]
+            rotary.is_still = not getattr(parent.config, "latent_rotates", True)  # type: ignore[assignment]
         num_installed += 1
     return num_installed
 

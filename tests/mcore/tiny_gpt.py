@@ -131,6 +131,7 @@ def _one_group_per_set_of_ranks():
 
 
 def make_config(case: Case):
+    enter_megatron()  # a rank may have run nothing of Megatron yet
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,

@@ -102,7 +102,7 @@ BESIDE = {
     "windows": "--window-size 16,0 --window-attn-skip-freq [1,0,1,1]",
     "latent": "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
     "latent, Kimi's": "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
-    "--v-head-dim 16 --experimental-attention-variant kda --linear-num-key-heads 4",
+    "--v-head-dim 16 --rope-type none --experimental-attention-variant kda --linear-num-key-heads 4",
     "linear alone": "--linear-attention-freq [1,1,1,1] --mtp-num-layers 1",
 }
 

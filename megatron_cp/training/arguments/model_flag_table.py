@@ -78,7 +78,7 @@ MODEL_TABLE = """
 --rotary-percent float 1.0 | share of the head that rotates
 --rotary-interleaved on - | rotate neighbours, not halves
 --no-rope-freq layers - | which layers rotate nothing
---rope-type one-of:rope,yarn - | kind of rotation of latent attention; default yarn
+--rope-type one-of:rope,yarn,none - | kind of rotation of latent attention; default yarn
 --rotary-scaling-factor float 1.0 | YaRN's factor
 --mscale float 1.0 | YaRN's scale of scores
 --mscale-all-dim float 0.0 | YaRN's scale of all dimensions

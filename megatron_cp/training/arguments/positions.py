@@ -9,6 +9,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_cp.mcore.sparse_settings import is_sparse
+
 # Value without effect on anything, by attribute. Core's YaRN takes base and factors of its own alone.
 _NOT_BY_YARN: Mapping[str, Any] = {
     "rotary_percent": 1.0,
@@ -64,7 +66,12 @@ def check_latent_positions(args: Namespace) -> Iterator[str]:
     if kind == "none":
         yield (
             "--position-embedding-type none with --multi-latent-attention is not served: latent attention would rotate "
-            "all the same; give --position-embedding-type rope"
+            "all the same; give --position-embedding-type rope, and --rope-type none for a model without positions"
+        )
+    if args.rope_type == "none" and is_sparse(args):
+        yield (
+            "--rope-type none with --experimental-attention-variant dsa is not served: its index rotates; train a "
+            "model with --rope-type rope"
         )
     ignored = dict(_NOT_BY_LATENT)
     if args.rope_type != "rope":

@@ -79,7 +79,7 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
     ),
     (
         "--beta-fast --beta-slow --original-max-position-embeddings",
-        lambda a: a.multi_latent_attention and a.rope_type != "rope",
+        lambda a: a.multi_latent_attention and a.rope_type in (None, "yarn"),
         "--multi-latent-attention with --rope-type yarn",
     ),
     (
