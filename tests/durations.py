@@ -2,7 +2,8 @@
 
     make test PYTEST_ARGS=--write-durations        measures again, on a quiet machine of two cores
 
-Those of files are of 2026-11-27: processor time, of a file's programs and ranks too, since other work went on beside.
+Those of files are of 2026-11-27: processor time, of a file's programs and ranks too, since other work went on beside;
+of files that came later an estimate, on the scale of the others.
 Nothing depends on them but order and choice: a test that is not known is short.
 """
 
