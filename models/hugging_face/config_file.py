@@ -106,6 +106,8 @@ def arguments_of(
         ConversionError: for what is missing, unknown or not served, all reasons at once.
     """
     family = family_of(config)
+    config = _in_settings_words(config, family)
+    ignored_keys = {family.words.get(key, key) for key in ignored_keys}
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > _MOST_LAYERS:  # each is looked for by name
         raise refuse(
@@ -130,6 +132,20 @@ def arguments_of(
     unit = make_vocab_size_divisible_by
     arguments["padded_vocab_size"] = -(-arguments["vocab_size"] // unit) * unit
     return arguments
+
+
+def _in_settings_words(config: Config, family: Family) -> dict[str, Any]:
+    """Returns the configuration under the keys of the family's settings. Raises ConversionError for two that differ."""
+    renamed: dict[str, Any] = {}
+    for key, value in config.items():
+        name = family.words.get(key, key)
+        if renamed.get(name, value) != value:
+            raise refuse(
+                f"config.json has {name} under two names, {renamed[name]!r} and {value!r}; leave the one that the "
+                "model was trained with"
+            )
+        renamed[name] = value
+    return renamed
 
 
 def _not_served(family: Family, config: Config, ignored_keys: Collection[str]) -> Iterator[str]:
@@ -208,7 +224,8 @@ def config_of(family: Family, arguments: Arguments) -> dict[str, Any]:
     for key in ("norm_topk_prob", "attention_bias"):  # their default differs from the family's
         if family.only.get(key, (None,))[0] is True:
             config[key] = True
-    return config
+    published = {name: key for key, name in family.words.items()}
+    return {published.get(key, key): value for key, value in config.items()}
 
 
 # Sizes that a run may choose: they are read from the tensors or change nothing.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_cp.mcore.layer_patterns import layer_pattern
 from megatron_cp.models.hugging_face.settings import Arguments, Config, Setting, negated, same
 
@@ -132,6 +134,12 @@ COUNTED_LAYERS = Setting(
     to_config=lambda arguments: (
         NAMED_LAYERS.to_config(arguments) | FIRST_DENSE_LAYERS.to_config(arguments)
     ),
+)
+
+
+NAMED_LAYERS_OR_COUNTED = replace(  # of one dense layer where nothing is said
+    COUNTED_LAYERS,
+    to_arguments=lambda config: _layers_by_name(config, config.get("first_k_dense_replace", 1)),
 )
 
 

@@ -21,6 +21,7 @@ from megatron_cp.models.hugging_face.common import (
     SHAPE,
 )
 from megatron_cp.models.hugging_face.family import Family, Wrapper
+from megatron_cp.models.hugging_face.kimi import KIMI_LINEAR
 from megatron_cp.models.hugging_face.nemotron import NEMOTRON_H
 from megatron_cp.models.hugging_face.qwen import (
     QWEN2,
@@ -293,6 +294,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V32,
         GLM_MOE_DSA,
         KIMI_K2,
+        KIMI_LINEAR,
         NEMOTRON_H,
     )
 }

@@ -50,6 +50,8 @@ class Family:
     """Keys of config.json that every model of the family has, besides those of its settings."""
     changes_nothing: frozenset[str] = frozenset()
     """Keys of config.json without effect on weights and on what they compute, in this family."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """Keys of its config.json that have other names in the settings, and those."""
     wrapper: Wrapper | None = None
     """The models for images too, of which these are the language models."""
 

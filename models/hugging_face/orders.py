@@ -1,6 +1,6 @@
 """In which order rows of joined tensors stand, and which rows of one tensor a section is.
 
-Sizes are by the letters of rows.py.
+Sizes are by the letters of sizes.py.
 """
 
 from __future__ import annotations

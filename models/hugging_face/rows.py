@@ -7,18 +7,9 @@ and written.
     joined = concatenate(parts, transposed where the table says so)[order]        to Megatron
     parts  = split(joined[inverse of order])                                      to Hugging Face
 
-One row order serves both directions, and no value is computed: a round trip is exact. But for one
-weight (`less`), which Megatron stores less 1.
+Shapes are in letters, those of sizes.py. One row order serves both directions, and no value is computed: a round trip
+is exact. But for one weight (`less`), which Megatron stores less 1.
 """
-
-# V vocabulary, H hidden, N query heads, D head width, Q = N x D, K = kv heads x D, F width of the
-# MLP, M of an expert, G = 2 x M, S of the shared experts, E experts. Multi-latent attention: A and
-# C low ranks of queries and of keys and values, B = C + rotary width, U and T rows of the two up
-# projections, O = N x value width. Gated delta nets: J value heads, I width of a value head, L = key
-# heads x key width, R = J x I, X = 2 x L + 2 x R, Y = 2 x J, Z = 2 x L + R, W taps; P = 2 x Q. Stored
-# as one: f = 2 x F, q = Q + 2 x K. Prediction layers: h = 2 x H. Mamba-2: a heads, b = a x head width, c groups x
-# state width, d = b + 2 x c, e = 2 x b + 2 x c + a, w taps; k width of what experts see. Sparse attention: j heads of
-# its index, i width of one, x = j x i.
 
 from __future__ import annotations
 
@@ -35,15 +26,15 @@ import torch
 from megatron_cp.mcore.layer_patterns import expert_layers, has_mlps
 from megatron_cp.mcore.mixers import (
     DELTA,
+    KDA,
     MAMBA,
-    MAMBA_TAPS,
     SOFTMAX,
     layer_mixers_of,
     linear_layers_of,
-    mamba_sizes,
 )
 from megatron_cp.mcore.sparse_settings import is_sparse, layers_that_pick
 from megatron_cp.models.hugging_face.orders import Sizes
+from megatron_cp.models.hugging_face.sizes import sizes_of
 
 Place = Literal[
     "model", "layer", "index", "linear layer", "mamba layer", "dense layer", "expert layer", "expert", "stacked expert",
@@ -74,6 +65,8 @@ class Row:
     order: Callable[[Sizes], np.ndarray] | None = None
     """`joined[i]` is row `order[i]` of the concatenated parts; None keeps their order."""
     transposed: bool = False
+    flat: bool = False
+    """Hugging Face has axes of length 1 around the one axis."""
     padded: bool = False
     """Rows behind the last are zero, up to the padded vocabulary."""
     needs: tuple[str, bool] | None = None
@@ -116,7 +109,7 @@ class Piece:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the joined tensor."""
-        first = _turned(self.sources[0].shape, self.row.transposed)
+        first = _turned(self.sources[0].shape, self.row)
         return (self.sizes["padded"] if self.row.padded else self.num_rows, *first[1:])
 
     @property
@@ -127,11 +120,13 @@ class Piece:
     @cached_property
     def num_rows(self) -> int:
         """Rows that come from Hugging Face."""
-        return sum(_turned(source.shape, self.row.transposed)[0] for source in self.sources)
+        return sum(_turned(source.shape, self.row)[0] for source in self.sources)
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns Megatron's tensor of these parts, given in the order of `sources`."""
         turned = [part.t() if self.row.transposed else part for part in parts]
+        if self.row.flat:
+            turned = [part.flatten() for part in turned]
         whole = turned[0] if len(turned) == 1 else torch.cat(turned)
         if self.row.less:
             whole = whole - self.row.less
@@ -147,81 +142,12 @@ class Piece:
         whole = whole[: self.num_rows] + self.row.less if self.row.less else whole[: self.num_rows]
         if self.row.order is not None:
             whole = whole[torch.from_numpy(np.argsort(self.row.order(self.sizes)))]
-        counts = [_turned(source.shape, self.row.transposed)[0] for source in self.sources]
+        counts = [_turned(source.shape, self.row)[0] for source in self.sources]
         parts = whole.split(counts)
+        if self.row.flat:
+            pairs = zip(parts, self.sources, strict=True)
+            return [part.reshape(source.shape) for part, source in pairs]
         return [(part.t() if self.row.transposed else part).contiguous() for part in parts]
-
-
-def sizes_of(arguments: Arguments) -> Sizes:
-    """Returns the sizes that the letters of the tables stand for, and `padded`: the vocabulary's rows."""
-    get = arguments.get
-    heads, width = arguments["num_attention_heads"], arguments["kv_channels"]
-    sizes = {
-        "V": arguments["vocab_size"],
-        "H": arguments["hidden_size"],
-        "N": heads,
-        "D": width,
-        "Q": heads * width,
-        "K": arguments["num_query_groups"] * width,
-        "F": arguments["ffn_hidden_size"],
-        "M": get("moe_ffn_hidden_size") or 0,
-        "G": 2 * (get("moe_ffn_hidden_size") or 0),
-        "S": get("moe_shared_expert_intermediate_size") or 0,
-        "E": get("num_experts") or 0,
-        "P": 2 * heads * width,
-        "f": 2 * arguments["ffn_hidden_size"],
-        "q": (heads + 2 * arguments["num_query_groups"]) * width,
-        "h": 2 * arguments["hidden_size"],
-        "1": 1,
-        "padded": arguments["padded_vocab_size"],
-    }
-    if get("multi_latent_attention"):
-        sizes |= _latent_sizes(arguments)
-    if any(linear_layers_of(arguments)):
-        values, key_heads = arguments["linear_num_value_heads"], arguments["linear_num_key_heads"]
-        keys = key_heads * arguments["linear_key_head_dim"]
-        all_values = values * arguments["linear_value_head_dim"]
-        sizes |= {
-            "key heads": key_heads,
-            "J": values,
-            "I": arguments["linear_value_head_dim"],
-            "L": keys,
-            "R": all_values,
-            "X": 2 * keys + 2 * all_values,
-            "Y": 2 * values,
-            "Z": 2 * keys + all_values,
-            "W": arguments["linear_conv_kernel_dim"],
-        }
-    if get("hybrid_layer_pattern"):
-        mamba = mamba_sizes(Namespace(**arguments))
-        inner, shared = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim
-        sizes |= {
-            "a": mamba.num_heads,
-            "b": inner,
-            "c": shared,
-            "d": inner + 2 * shared,
-            "e": 2 * inner + 2 * shared + mamba.num_heads,
-            "w": MAMBA_TAPS,
-            "k": get("moe_latent_size") or arguments["hidden_size"],
-        }
-    return sizes
-
-
-def _latent_sizes(arguments: Arguments) -> Sizes:
-    heads, key_width = arguments["num_attention_heads"], arguments["qk_head_dim"]
-    rank, rotary = arguments["kv_lora_rank"], arguments["qk_pos_emb_head_dim"]
-    sizes = {
-        "A": arguments["q_lora_rank"] or 0,
-        "C": rank,
-        "B": rank + rotary,
-        "U": heads * (key_width + rotary),
-        "T": heads * (key_width + arguments["v_head_dim"]),
-        "O": heads * arguments["v_head_dim"],
-    }
-    if is_sparse(Namespace(**arguments)):
-        index_heads, width = arguments["dsa_indexer_n_heads"], arguments["dsa_indexer_head_dim"]
-        sizes |= {"j": index_heads, "i": width, "x": index_heads * width}
-    return sizes
 
 
 def is_stacked_by_layer(arguments: Arguments) -> bool:
@@ -273,7 +199,9 @@ def pieces_of(
         yield from _layer_pieces(tables, arguments, names, parts, places, axes)
     if "index" in tables and "index" not in parts:
         parts = [*parts, "index"]
-    for number, (outer, inner) in enumerate(predictions):  # whose layers are as the last one, with an index
+    for number, (outer, inner) in enumerate(
+        predictions
+    ):  # whose layers are as the last one, with an index
         prefix = f"{PREDICTIONS}{number}."
         for row in _rows(tables, "prediction layer", arguments):
             yield _piece(row, prefix, outer, sizes)
@@ -281,7 +209,12 @@ def pieces_of(
         yield from _layer_pieces(tables, arguments, names, parts, places, _NO_AXES)
 
 
-_MIXERS: dict[str, Place] = {SOFTMAX: "layer", DELTA: "linear layer", MAMBA: "mamba layer"}
+_MIXERS: dict[str, Place] = {
+    SOFTMAX: "layer",
+    DELTA: "linear layer",
+    KDA: "linear layer",
+    MAMBA: "mamba layer",
+}
 
 
 def _parts_of_layers(arguments: Arguments) -> Iterator[list[Place]]:
@@ -384,5 +317,7 @@ def _names(row: Row, prefix: str) -> tuple[str, ...]:
     return tuple(prefix + name for name in (row.megatron, row.fused) if name is not None)
 
 
-def _turned(shape: tuple[int, ...], is_transposed: bool) -> tuple[int, ...]:
-    return shape[::-1] if is_transposed else shape
+def _turned(shape: tuple[int, ...], row: Row) -> tuple[int, ...]:
+    if row.flat:
+        return (math.prod(shape),)
+    return shape[::-1] if row.transposed else shape

@@ -34,6 +34,14 @@ def where(argument: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple(replace(one, needs=(argument, True)) for one in rows)
 
 
+def renamed(rows: tuple[Row, ...], start: str, other: str) -> tuple[Row, ...]:
+    """Returns rows whose names in Hugging Face's folders begin otherwise."""
+    return tuple(
+        replace(one, hf=tuple((other + name.removeprefix(start), text) for name, text in one.hf))
+        for one in rows
+    )
+
+
 OUTER = (
     row(
         "embedding.word_embeddings.weight",
@@ -207,6 +215,30 @@ GATED_DELTA_NET_BY_KIND = (
     row("self_attention.in_proj.weight.beta", ("linear_attn.in_proj_b.weight", "JH")),
     row("self_attention.in_proj.weight.alpha", ("linear_attn.in_proj_a.weight", "JH")),
     *_DELTA_NET_STATES,
+)
+_DELTA = "self_attention."
+_CHANNELS = (("query", "q", "L"), ("key", "k", "L"), ("value", "v", "R"))
+KIMI_DELTA_ATTENTION = (
+    GATED_DELTA_NET[0],
+    *(
+        row(f"{_DELTA}in_proj.weight.{ours}", (f"self_attn.{theirs}_proj.weight", f"{rows}H"))
+        for ours, theirs, rows in (
+            *_CHANNELS,
+            ("beta", "b", "J"),
+            ("forget", "f_a", "I"),
+            ("gate", "g_a", "I"),
+        )
+    ),
+    *(
+        row(f"{_DELTA}conv1d.weight.{ours}", (f"self_attn.{theirs}_conv1d.weight", f"{rows}1W"))
+        for ours, theirs, rows in _CHANNELS
+    ),
+    row(f"{_DELTA}A_log", ("self_attn.A_log", "11J1"), flat=True),
+    row(f"{_DELTA}dt_bias", ("self_attn.dt_bias", "L")),
+    row(f"{_DELTA}forget_up.weight", ("self_attn.f_b_proj.weight", "LI")),
+    row(f"{_DELTA}gate_up.weight", ("self_attn.g_b_proj.weight", "RI")),
+    row(f"{_DELTA}out_norm.weight", ("self_attn.o_norm.weight", "I")),
+    row(f"{_DELTA}out_proj.weight", ("self_attn.o_proj.weight", "HR")),
 )
 DENSE_NORM = (row("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight", "H")),)
 DENSE = (

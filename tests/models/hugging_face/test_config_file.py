@@ -19,6 +19,8 @@ from megatron_cp.models.hugging_face.settings import SHARED_PICKS
 from tests.models.hugging_face.published import PARAMETERS, PUBLISHED
 from tests.models.hugging_face.tiny_models import MODELS, make_tiny
 
+KIMI_LINEAR = "Kimi-Linear-48B-A3B-Instruct"
+
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_pieces_of_a_published_model_have_as_many_elements_as_it_has_parameters(name: str):
@@ -223,6 +225,18 @@ def test_what_transformers_takes_for_granted_is_said():
         ("GLM-4.7-Flash", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("GLM-4.7-Flash", {"norm_topk_prob": False}, "norm_topk_prob=False"),
         ("Kimi-K2-Instruct", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        (
+            KIMI_LINEAR,
+            {"num_experts_per_tok": 4},
+            "has num_experts_per_tok under two names, 8 and 4",
+        ),
+        (KIMI_LINEAR, {"layer_types": ["linear_attention"] * 27}, "say different things"),
+        (KIMI_LINEAR, {"linear_num_heads": 16}, "linear_num_heads=16 and linear_attn_config"),
+        (KIMI_LINEAR, {"linear_attn_config": None}, "layer_types is missing"),
+        (KIMI_LINEAR, {"mla_use_nope": False}, "mla_use_nope=False"),
+        (KIMI_LINEAR, {"moe_renormalize": False}, "norm_topk_prob=False"),
+        (KIMI_LINEAR, {"moe_router_activation_func": "softmax"}, "moe_router_activation_func="),
+        (KIMI_LINEAR, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
         ("Kimi-K2-Instruct", {"n_group": 8, "topk_group": 1}, "=8 with topk_group=1"),
         ("Kimi-K2-Instruct", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("Nemotron-H-8B", {"layers_block_type": ["mamba"] * 52}, "say other layers; correct one"),

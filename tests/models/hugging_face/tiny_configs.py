@@ -314,6 +314,28 @@ MODELS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "kimi_linear": Tiny(
+        "KimiLinear",
+        {
+            **{
+                k: v
+                for k, v in _DEEPSEEK.items()
+                if k not in ("n_routed_experts", "first_k_dense_replace")
+            },
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.8,
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "pad_token_id": None,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
     "kimi_k2": Tiny(
         "DeepseekV3",
         {

@@ -4,6 +4,7 @@ Nothing of ours is imported here, and everything runs in the parent process.
 """
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def make_tiny(name: str, **options: object) -> "transformers.PreTrainedModel":
     if tiny.kind in (
         "Glm4MoeLite",
         "GlmMoeDsa",
+        "KimiLinear",
     ):  # whose two norms transformers gives 1e-6 whatever the configuration says
         for name, norm in model.named_modules():
             if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
@@ -59,6 +61,10 @@ def make_random(module: torch.nn.Module, seed: int) -> None:
 def save_tiny(name: str, folder: Path, *, max_shard_size: str = "5GB") -> Path:
     """A Hugging Face folder of the model, with files that stand for a tokenizer's."""
     make_tiny(name).save_pretrained(folder, max_shard_size=max_shard_size)
+    if (
+        name == "kimi_linear"
+    ):  # of a dense layer transformers writes the names of experts, which none publishes
+        rename_tensors(folder, r"\.block_sparse_moe\.((gate|up|down)_proj)", r".mlp.\1")
     path, model_type = folder / "config.json", MODELS[name].model_type
     if model_type is not None:
         content = json.loads(path.read_text(encoding="utf-8")) | {"model_type": model_type}
@@ -67,6 +73,20 @@ def save_tiny(name: str, folder: Path, *, max_shard_size: str = "5GB") -> Path:
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 256}', encoding="utf-8")
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     return folder
+
+
+def rename_tensors(folder: Path, pattern: str, other: str) -> None:
+    """Gives the tensors of a folder other names."""
+    for path in folder.glob("model*.safetensors"):
+        tensors = {re.sub(pattern, other, key): tensor for key, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content["weight_map"] = {
+            re.sub(pattern, other, key): file for key, file in content["weight_map"].items()
+        }
+        index.write_text(json.dumps(content), encoding="utf-8")
 
 
 def tokens() -> np.ndarray:
