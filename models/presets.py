@@ -266,6 +266,45 @@ DEEPSEEK_V3_2: Preset = {
     "dsa_indexer_loss_coeff": 0.01,
 }
 
+# Kimi delta attention, and latent attention without positions in every fourth layer and the last.
+# Source: Kimi Team 2025 (arXiv 2510.26692); config.json of moonshotai/Kimi-Linear-48B-A3B-Base. Routers are balanced as
+# those of DeepSeek-V3, without the auxiliary loss.
+KIMI_LINEAR: Preset = {
+    **_LLAMA_LIKE,
+    "num_layers": 27,
+    "hidden_size": 2304,
+    "ffn_hidden_size": 9216,
+    "num_attention_heads": 32,
+    "kv_channels": 72,
+    "vocab_size": 163840,
+    "max_position_embeddings": 1048576,
+    "layernorm_epsilon": 1e-5,
+    "experimental_attention_variant": "kimi_delta_attention",
+    "linear_attention_freq": [int(layer % 4 != 0) for layer in range(1, 27)] + [0],
+    "linear_num_key_heads": 32,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": "none",
+    "num_experts": 256,
+    "moe_layer_freq": [0] + [1] * 26,
+    "moe_ffn_hidden_size": 1024,
+    "moe_shared_expert_intermediate_size": 1024,
+    "moe_router_topk": 8,
+    "moe_router_topk_scaling_factor": 2.446,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 1e-3,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_dtype": "fp32",
+}
+
 # Source: NVIDIA 2025 (arXiv 2504.03624), table 1; config.json of nvidia/Nemotron-H-8B-Base-8K.
 NEMOTRON_H_8B: Preset = {
     **_HYBRID,
@@ -322,6 +361,7 @@ PRESETS: dict[str, Preset] = {
     "gpt-oss-20b": GPT_OSS_20B,
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-v3.2": DEEPSEEK_V3_2,
+    "kimi-linear-48b-a3b": KIMI_LINEAR,
     "nemotron-h-8b": NEMOTRON_H_8B,
     "nemotron-3-nano-30b-a3b": NEMOTRON_3_NANO,
 }

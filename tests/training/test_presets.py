@@ -17,8 +17,9 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "mixtral-8x7b": 46_702_792_704,
     "gpt-oss-20b": 20_914_757_184,
+    "kimi-linear-48b-a3b": 49_122_675_072,  # without the biases of its routers, which are no parameters
     "nemotron-h-8b": 8_100_852_736,
-    "nemotron-3-nano-30b-a3b": 31_577_937_344,  # without the biases of its routers, which are no parameters
+    "nemotron-3-nano-30b-a3b": 31_577_937_344,  # the same
 }
 
 

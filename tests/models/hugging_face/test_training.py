@@ -49,6 +49,13 @@ LAYOUTS = {
             *("--moe-router-bias-update-rate", "0"),
         ],
     ),
+    "kimi_linear": (
+        2,
+        [
+            *("--context-parallel-size", "2", "--reset-attention-mask"),
+            *("--moe-router-bias-update-rate", "0"),
+        ],
+    ),
     "kimi_k2": (
         2,
         [
