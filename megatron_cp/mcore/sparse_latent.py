@@ -79,8 +79,9 @@ class SparseCore(MegatronModule):
         """
         if self.indexer is not None:
             return
-        if before is None or before.layer_number != self.layer_number - 1:
-            config = self.config
+        config = self.config
+        is_of_model = before is not None and before.config is config
+        if before is None or not is_of_model or before.layer_number != self.layer_number - 1:
             raise ValueError(
                 f"layer {self.layer_number} takes the keys that a layer before it has picked, on another pipeline "
                 f"stage (dsa_indexer_topk_freq={config.dsa_indexer_topk_freq}, dsa_indexer_skip_topk_offset="

@@ -63,15 +63,15 @@ def config_of(case: Case, **later):
     return config
 
 
-def build_layer(case: Case, layer_number=1, **later):
-    """Returns the attention of our spec, every norm and bias unlike its start."""
+def build_layer(case: Case, layer_number=1, config=None, **later):
+    """Returns the attention of our spec, every norm and bias unlike its start; `config` where layers share one."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
 
     from megatron_cp.mcore.rope import install_position_rotary
     from megatron_cp.mcore.spec import gpt_block_spec
 
-    config = config_of(case, **later)
+    config = config or config_of(case, **later)
     torch.manual_seed(7)
     (layer, *_) = gpt_block_spec(config).layer_specs
     attention = build_module(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.mcore.recurrent import LENGTHS, params_of, rows_and_upstream
-from tests.mcore.test_sparse_latent import build_layer
+from tests.mcore.test_sparse_latent import build_layer, config_of
 from tests.mcore.tiny_gpt import Case, parallel_state
 from tests.oracles.plans import tokens_of
 from tests.ranks import run_on_ranks
@@ -16,9 +16,9 @@ SHARING = {"num_layers": 6, "dsa_indexer_topk_freq": 3, "dsa_indexer_skip_topk_o
 
 def layers_of(world_size):
     """Returns the attention of the first two layers; the second has no index."""
-    first, second = (
-        build_layer(Case(cp=world_size), layer_number=number, **SHARING) for number in (1, 2)
-    )
+    case = Case(cp=world_size)
+    config = config_of(case, **SHARING)
+    first, second = (build_layer(case, layer_number=number, config=config) for number in (1, 2))
     assert first.core_attention.indexer is not None
     assert not [name for name, _ in second.named_parameters() if "indexer" in name]
     return first, second
@@ -77,7 +77,8 @@ def _refusals(rank, world_size):
             lambda: layers[1](x, None, packed_seq_params=params),
             lambda: [_run(layers[:1], x, params, [True]) for _ in range(2)],
             lambda: _run(layers, x, None, [False, True]),
-            lambda: build_layer(Case(), layer_number=6, **SHARING),
+            lambda: build_layer(Case(), layer_number=6, config=layers[1].core_attention.config),
+            lambda: build_layer(Case(), layer_number=3, **SHARING),  # of another model
         ):
             with pytest.raises((RuntimeError, NotImplementedError, ValueError)) as problem:
                 wrong()
@@ -94,6 +95,7 @@ def test_picks_that_are_not_there_or_of_which_micro_batch_is_unknown_are_refused
             "layer 1 runs checkpointed twice with one packed_seq_params",
             "need packed_seq_params, which tell micro-batches apart",
             "layer 6 takes the keys that a layer before it has picked, on another pipeline stage",
+            "layer 3 takes the keys that a layer before it has picked, on another pipeline stage",
         ),
         strict=True,
     ):
