@@ -162,6 +162,22 @@ def test_heads_that_latent_attention_does_not_read_may_be_said_otherwise(tmp_pat
         files.check_shape(tmp_path, saved, wanted | {"hidden_size": 2})
 
 
+def test_layers_that_share_picks_are_told_from_those_that_do_not(tmp_path):
+    sparse = {"multi_latent_attention": True, "hybrid_layer_pattern": None, "num_layers": 4}
+    arguments = dict.fromkeys(files.SHAPE_ARGUMENTS, 1) | sparse
+    arguments["experimental_attention_variant"] = "dsa"
+    sharing = ("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset")
+    each, also_each, shared = (
+        files.shape_of(arguments | dict(zip(sharing, said, strict=True)))
+        for said in ((1, 0), (4, 4), (2, 0))
+    )
+    before = {name: value for name, value in each.items() if name not in sharing}  # could not share
+    for saved in (each, before):
+        files.check_shape(tmp_path, saved, also_each)
+        with pytest.raises(ValueError, match="--dsa-indexer-topk-freq 1, this run has 2"):
+            files.check_shape(tmp_path, saved, shared, may_add_tensors=True)
+
+
 @pytest.mark.parametrize(
     ("previous", "interval", "removed"),
     [(10, None, False), (10, 10, False), (10, 20, True), (15, 10, True), (20, 7, False)],

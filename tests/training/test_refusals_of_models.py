@@ -73,6 +73,24 @@ REFUSED = [
         "give --recompute-method block",
         f"{PREDICTION} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
     ),
+    (
+        f"--num-layers 4 {UNIFORM} --recompute-num-layers 3",
+        1,
+        "must divide the layers of every stage, and one has 4",
+        f"--num-layers 4 {UNIFORM} --recompute-num-layers 2",
+    ),
+    (
+        f"--num-layers 6 {STAGES} --decoder-first-pipeline-num-layers 2 {UNIFORM} --recompute-num-layers 4",
+        2,
+        "must divide the layers of every stage, and one has 2",
+        f"--num-layers 6 {STAGES} --decoder-first-pipeline-num-layers 2 {UNIFORM} --recompute-num-layers 2",
+    ),
+    (
+        f"--num-layers 3 {STAGES} --pipeline-model-parallel-layout Ett|tL {UNIFORM} --recompute-num-layers 2",
+        2,
+        "must divide the layers of every stage, and one has 1",
+        f"--num-layers 3 {STAGES} --pipeline-model-parallel-layout Ett|tL {UNIFORM}",
+    ),
     (f"{PREDICTION} --no-rope-freq 2", 1, "--no-rope-freq 2 with --mtp", "--no-rope-freq 2"),
     (
         f"{PREDICTION} --window-size 16,0 --window-attn-skip-freq [1,0]",

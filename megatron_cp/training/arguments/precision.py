@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_cp.training.arguments.faults import require
+from megatron_cp.training.arguments.stages import layers_of_stages
 
 RECOMPUTE_MODULES = (
     "core_attn",
@@ -298,11 +299,17 @@ def check_recomputed_predictions(args: Namespace) -> Iterator[str]:
 
 
 def check_recomputed_layers(args: Namespace) -> Iterator[str]:
-    """Yields a line if more layers are to be recomputed than a stage has."""
-    wanted = args.recompute_num_layers
-    if wanted is None or args.pipeline_model_parallel_layout is not None:
+    """Yields a line if a stage has no such layers, or not whole groups of them, to be recomputed."""
+    wanted, counts = args.recompute_num_layers, [count for count in layers_of_stages(args) if count]
+    if wanted is None or (wanted > 0 and not counts):
         return
-    per_stage = args.num_layers // args.pipeline_model_parallel_size
-    most = per_stage // (args.virtual_pipeline_model_parallel_size or 1)
-    if not 0 < wanted <= max(most, 1):
+    most = max(counts, default=1)
+    if not 0 < wanted <= most:
         yield f"--recompute-num-layers {wanted} must lie in [1, {most}], the layers of a stage"
+        return
+    rest = [count for count in counts if count % wanted]
+    if args.recompute_method == "uniform" and rest and args.hybrid_layer_pattern is None:
+        yield (
+            f"--recompute-method uniform --recompute-num-layers {wanted} must divide the layers of every stage, and "
+            f"one has {rest[0]}: Megatron-Core 0.16 ends there with an IndexError; give a divisor: the same results"
+        )

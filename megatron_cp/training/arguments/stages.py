@@ -58,8 +58,9 @@ def check_shared_picks(args: Namespace) -> Iterator[str]:
     """Yields a line if a stage would begin with a layer that takes the keys that one on another stage has picked."""
     if not is_sparse(args):
         return
-    picks = layers_that_pick(args)
-    stranded = [first for first in _first_layers(args) if not picks[first]]
+    picks, counts = layers_that_pick(args), layers_of_stages(args)
+    firsts = [sum(counts[:stage]) for stage, count in enumerate(counts) if count > 0]
+    stranded = [first for first in firsts if not picks[first]]
     if stranded:
         yield (
             f"--dsa-indexer-topk-freq {args.dsa_indexer_topk_freq} --dsa-indexer-skip-topk-offset "
@@ -69,8 +70,8 @@ def check_shared_picks(args: Namespace) -> Iterator[str]:
         )
 
 
-def _first_layers(args: Namespace) -> list[int]:
-    """Returns the first decoder layer, from 0, of each stage that has any; none where stages are not rightly said."""
+def layers_of_stages(args: Namespace) -> list[int]:
+    """Returns how many decoder layers each stage has, in their order; nothing where stages are not rightly said."""
     if args.pipeline_model_parallel_layout is not None:
         try:
             counts = [stage.count("t") for stage in stages_of(args.pipeline_model_parallel_layout)]
@@ -84,8 +85,7 @@ def _first_layers(args: Namespace) -> list[int]:
         counts = [count // num_chunks for _ in range(num_chunks) for count in per_rank]
         counts[0] -= args.account_for_embedding_in_pipeline_split
         counts[-1] -= args.account_for_loss_in_pipeline_split
-    firsts = [sum(counts[:stage]) for stage, count in enumerate(counts) if count > 0]
-    return firsts if sum(counts) == args.num_layers else []
+    return counts if sum(counts) == args.num_layers else []
 
 
 def _returned(steps: Generator[str, None, T]) -> T:

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError
 from megatron_cp.mcore.mixers import MAMBA, layer_mixers_of, linear_layers_of, mamba_sizes
+from megatron_cp.mcore.sparse_settings import is_sparse, layers_that_pick
 from megatron_cp.training.checkpoint import integrity
 from megatron_cp.training.whole_files import free_name, write_atomically, written_aside
 
@@ -75,6 +76,9 @@ _WHICH_TENSORS = frozenset(
     {"add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"}
 )
 
+# What they were before they could be said: of checkpoints from then.
+_BEFORE = {"dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0}
+
 # Flags that are not the argument's name with dashes.
 _SPELLED = {
     "add_bias_linear": "--disable-bias-linear",
@@ -87,9 +91,12 @@ def shape_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     shape = {name: arguments[name] for name in SHAPE_ARGUMENTS}
     if arguments["multi_latent_attention"]:
         shape |= dict.fromkeys(_OF_PLAIN_HEADS)
+    settings = Namespace(**arguments)
+    if not is_sparse(settings) or all(layers_that_pick(settings)):
+        shape |= _BEFORE
     mixers = layer_mixers_of(arguments)
     if MAMBA in mixers:
-        shape["mamba_num_heads"] = mamba_sizes(Namespace(**arguments)).num_heads
+        shape["mamba_num_heads"] = mamba_sizes(settings).num_heads
     else:
         shape |= dict.fromkeys(_OF_MAMBA)
     if not any(linear_layers_of(arguments)):
@@ -311,12 +318,9 @@ def check_shape(
             continue
         if name in _OF_PLAIN_HEADS and None in (saved.get(name), wanted[name]):
             continue
-        if name in saved and saved[name] != wanted[name]:
-            flag, was, now = (
-                _SPELLED.get(name, "--" + name.replace("_", "-")),
-                saved[name],
-                wanted[name],
-            )
+        was, now = saved.get(name, _BEFORE.get(name, wanted[name])), wanted[name]
+        if was != now:
+            flag = _SPELLED.get(name, "--" + name.replace("_", "-"))
             if name == "add_bias_linear":  # its flag says the opposite
                 was, now = not was, not now
             advice = "give the checkpoint's value, or another --load"
