@@ -172,22 +172,11 @@ class SparseCore(MegatronModule):
         )
 
     def _share(self, picks: list[PickedKeys], params: Any) -> None:
-        """Keeps what was picked for the layers behind, where they are recomputed too.
-
-        Megatron runs a checkpointed layer without gradients first, and with them in backward: layers behind before
-        this one, with the same `packed_seq_params`.
-        """
+        """Keeps what was picked for the layers behind."""
         if all(layers_that_pick(self.config)):
             return
-        kept, waits = _picks_of(params, self.config), (id(self), "waits")
-        if is_checkpointing():
-            if torch.is_grad_enabled():
-                kept.pop(waits, None)
-            elif kept.setdefault(waits, picks) is not picks:
-                raise RuntimeError(
-                    f"layer {self.layer_number} runs checkpointed twice with one packed_seq_params before its backward "
-                    "pass; make new ContextParallelParams for every micro-batch"
-                )
+        kept = _picks_of(params, self.config)
+        self._of_first_run(picks, kept)
         kept[id(self)] = picks
 
     def _taken_picks(self, params: Any) -> list[PickedKeys]:
@@ -197,11 +186,32 @@ class SparseCore(MegatronModule):
                 "recomputed layers that share picked keys (dsa_indexer_topk_freq) need packed_seq_params, which tell "
                 "micro-batches apart; give documents (--reset-attention-mask), or recompute no layers"
             )
-        picks: list[PickedKeys] | None = _picks_of(params, self.config).get(id(self._picker()))
+        kept = _picks_of(params, self.config)
+        picks = kept.get(id(self._picker()))
         if picks is None:
             raise RuntimeError(
                 f"layer {self.layer_number} takes the keys that a layer before it picks, which has not run with these "
                 "packed_seq_params"
+            )
+        return self._of_first_run(picks, kept)
+
+    def _of_first_run(
+        self, picks: list[PickedKeys], kept: dict[Any, list[PickedKeys]]
+    ) -> list[PickedKeys]:
+        """Returns `picks`, or those of the first run of this layer where it is recomputed.
+
+        Megatron runs a checkpointed layer without gradients first, and with them in backward: layers behind before
+        those that pick for them, with the same `packed_seq_params`.
+        """
+        if not is_checkpointing():
+            return picks
+        waits = (id(self), "waits")
+        if torch.is_grad_enabled():
+            return kept.pop(waits, picks)
+        if kept.setdefault(waits, picks) is not picks:
+            raise RuntimeError(
+                f"layer {self.layer_number} runs checkpointed twice with one packed_seq_params before its backward "
+                "pass; make new ContextParallelParams for every micro-batch"
             )
         return picks
 

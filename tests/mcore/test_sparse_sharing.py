@@ -76,6 +76,7 @@ def _refusals(rank, world_size):
         for wrong in (
             lambda: layers[1](x, None, packed_seq_params=params),
             lambda: [_run(layers[:1], x, params, [True]) for _ in range(2)],
+            lambda: [_run(layers, x + i, params, [False, True]) for i in range(2)],
             lambda: _run(layers, x, None, [False, True]),
             lambda: build_layer(Case(), layer_number=6, config=layers[1].core_attention.config),
             lambda: build_layer(Case(), layer_number=3, **SHARING),  # of another model
@@ -93,6 +94,7 @@ def test_picks_that_are_not_there_or_of_which_micro_batch_is_unknown_are_refused
         (
             "layer 2 takes the keys that a layer before it picks, which has not run",
             "layer 1 runs checkpointed twice with one packed_seq_params",
+            "layer 2 runs checkpointed twice with one packed_seq_params",
             "need packed_seq_params, which tell micro-batches apart",
             "layer 6 takes the keys that a layer before it has picked, on another pipeline stage",
             "layer 3 takes the keys that a layer before it has picked, on another pipeline stage",
