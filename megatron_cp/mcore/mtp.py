@@ -77,8 +77,9 @@ def _following_plans(plain: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(packed_seq_params, ContextParallelParams):
             tensor = tensor if tensor is None else tensor.as_subclass(torch.Tensor)
             rolled, total = plain(tensor, shifts, dims, cp_group, packed_seq_params, **options)
-            if total is not None and rolled.is_floating_point() and _is_shared(cp_group):
-                total = _share(_summed(total, cp_group), cp_group.size())
+            if total is not None and rolled.is_floating_point():
+                size = cp_group.size() if _is_shared(cp_group) else 1
+                total = _share(_summed(total, cp_group) if size > 1 else total, size)
             return rolled, total
         if (shifts, dims) != (-1, -1):
             raise NotImplementedError(
@@ -101,14 +102,17 @@ def _counting_over_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., to
     def process_mtp_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         params, rows = kwargs.get("packed_seq_params"), kwargs.get("input_ids")
         group = getattr(params, "cp_group", None) or kwargs.get("cp_group")
-        if not _is_shared(group):
-            return plain(*args, **kwargs)
         labels, mask = kwargs.get("labels"), kwargs.get("loss_mask")
         tokens = rows if labels is None else labels
         if tokens is None:  # nothing to learn
             return plain(*args, **kwargs)
         if mask is None:
-            mask = torch.ones_like(tokens, dtype=torch.float32)
+            mask = torch.ones_like(tokens)
+        if not mask.is_floating_point():  # by which `roll_tensor` knows a mask
+            mask = mask.float()
+        kwargs["loss_mask"] = mask
+        if not _is_shared(group):
+            return plain(*args, **kwargs)
         if labels is None:  # since 0.19 Megatron finds them so, but behind the count
             roll_tensor = functools.partial(
                 multi_token_prediction.roll_tensor, cp_group=group, packed_seq_params=params

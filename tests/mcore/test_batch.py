@@ -143,9 +143,11 @@ def test_tokens_of_whole_sequences_are_counted_over_the_context_ranks(cp: int):
 def test_a_loss_token_weighs_alike_where_there_are_fewer_than_ranks(mask: list[int]):
     for _, bounded in run_on_ranks(2, _rolled_sequence, [float(m) for m in mask]):
         assert bounded == [0.5, 0.5], "of one token, or of none, which counts as one"
+    ((counts, bounded),) = run_on_ranks(1, _rolled_sequence, [float(m) for m in mask])
+    assert counts[1:] == bounded == [1, 1], "Megatron-Core 0.16 divides by it as it is"
 
 
-def _losses_of_predictions(rank, world_size, mask):
+def _losses_of_predictions(rank, world_size, mask, dtype=torch.float32):
     """What Megatron's loss of predictions is given where the ids alone are said, as in reinforcement learning."""
     with parallel_state(Case(cp=world_size)) as groups:
         from megatron.core.transformer import multi_token_prediction
@@ -161,7 +163,7 @@ def _losses_of_predictions(rank, world_size, mask):
 
         multi_token_prediction.process_mtp_loss = recorded  # since 0.17
         install_order_roll()
-        ids, mask = torch.arange(1, 9), None if mask is None else torch.tensor(mask)
+        ids, mask = torch.arange(1, 9), None if mask is None else torch.tensor(mask, dtype=dtype)
         pieces = [rank, 2 * world_size - 1 - rank]
         ids, mask = (
             None if x is None else torch.cat([x.chunk(2 * world_size)[i] for i in pieces])[None]
@@ -173,11 +175,17 @@ def _losses_of_predictions(rank, world_size, mask):
 
 
 @pytest.mark.parametrize("mask", [None, [0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]])
-def test_predictions_learned_from_ids_alone_count_over_the_context_ranks(mask: list[float] | None):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_predictions_learned_from_ids_alone_count_over_the_context_ranks(
+    mask: list[float] | None, dtype: torch.dtype
+):
     successors = [*([1.0] * 8 if mask is None else mask)[1:], 0.0]
     for rows, (labels, seen, count) in zip(
-        ([0, 1, 6, 7], [2, 3, 4, 5]), run_on_ranks(2, _losses_of_predictions, mask), strict=True
+        ([0, 1, 6, 7], [2, 3, 4, 5]),
+        run_on_ranks(2, _losses_of_predictions, mask, dtype),
+        strict=True,
     ):
+        assert all(isinstance(one, float) for one in seen), "what is rolled as a mask"
         assert labels == [[2, 3, 4, 5, 6, 7, 8, 0][row] for row in rows]
         assert seen == [successors[row] for row in rows]
         assert float(count) == sum(successors) / 2
