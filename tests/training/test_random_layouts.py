@@ -19,6 +19,7 @@ def test_a_model_trains_in_random_layouts_as_on_one_rank(tmp_path: Path):
 def test_a_value_that_differs_or_that_one_run_lacks_is_a_difference(tmp_path: Path):
     plain = [{"iteration": 1, "lm loss": 6.0, "grad-norm": 2.0, "cp/plan_ms": 1.0, "time": 1.0}]
     other = [{"iteration": 1, "lm loss": 6.3, "z_loss": 0.1, "cp/plan_ms": 9.0, "time": 5.0}]
+    plain[0]["indexer loss"], other[0]["indexer loss"] = 1.0e-5, 1.1e-5
     for name, rows in (("plain", plain), ("other", other)):
         (tmp_path / name).mkdir()
         lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -27,6 +28,7 @@ def test_a_value_that_differs_or_that_one_run_lacks_is_a_difference(tmp_path: Pa
     infinite = float("inf")
     assert {name: difference for _, name, difference in found} == {
         "lm loss": pytest.approx(0.3 / 6.3),
+        "indexer loss": pytest.approx(1e-3),
         "grad-norm": infinite,
         "z_loss": infinite,
     }
