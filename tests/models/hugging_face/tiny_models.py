@@ -22,6 +22,7 @@ LENGTHS = (37, 21, 6)
 PREDICTING = (
     "deepseek_v3",
     "deepseek_v32",
+    "glm_moe_dsa_shared",
     "glm4_moe",
     "glm4_moe_lite",
     "qwen3_next",
@@ -123,6 +124,8 @@ class Predicting:
         self.number = MODELS[name].options["num_hidden_layers"]
         self.of_qwen = name.startswith("qwen")
         kinds = {"layer_types": [*HYBRID, "full_attention"]} if self.of_qwen else {}
+        if name == "glm_moe_dsa_shared":  # the decoder's last layer has no index, the prediction layer has
+            kinds = {"indexer_types": ["full", "full", "shared", "full"]}
         self.model = make_tiny(name, num_hidden_layers=self.number + 1, **kinds)
         config = self.model.config
         size = config.hidden_size
@@ -155,6 +158,8 @@ class Predicting:
             found[f"{behind}embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
             found[f"{behind}shared_head.head.weight"] = found["lm_head.weight"].clone()
             config["num_nextn_predict_layers"] = 1
+            if "indexer_types" in config:
+                del config["indexer_types"][self.number]
             if config.pop("mlp_layer_types", None):
                 config["first_k_dense_replace"] = 1
         save_file(found, file)
