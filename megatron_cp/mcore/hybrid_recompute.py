@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import make_viewless_tensor
 
 from megatron_cp.mcore import hybrid_classes
 
@@ -46,6 +47,11 @@ class RecomputedStack(_PARTS.stack):  # type: ignore[name-defined]
             return rows
         streams |= {"attention_mask": attention_mask, "rotary_pos_emb": rotary_pos_emb}
         rows = hidden_states if self.pre_process else self.input_tensor
+        if torch.is_grad_enabled() and not rows.requires_grad:
+            # Embeddings are frozen. A checkpoint of rows without gradients would give the layers' weights none.
+            rows = rows.detach().requires_grad_()
+        # Of a view, as embeddings of one sample are, `distribute_saved_activations` keeps no part.
+        rows = make_viewless_tensor(inp=rows, requires_grad=rows.requires_grad, keep_graph=True)
         for first, stop, is_recomputed in self._groups():
             run = _Layers(self.layers[first:stop], streams)
             if is_recomputed:

@@ -13,11 +13,14 @@ from tests.ranks import run_on_ranks
 PATTERN = "M-*M-"
 
 
-def _kept_and_gradients(rank, world_size, recompute):
-    """Bytes that forward keeps for backward, and all gradients."""
-    config = config_of(Case(cp=world_size), num_layers=len(PATTERN), kv_channels=16)
+def _kept_and_gradients(rank, world_size, recompute, is_frozen=False, tp=1):
+    """Bytes that forward keeps for backward, and all gradients; of `is_frozen` embeddings there are none."""
+    cp_size, rank = world_size // tp, rank // tp
+    case = Case(cp=cp_size, tp=tp)
+    config = config_of(case, num_layers=len(PATTERN), kv_channels=16)
     config.hybrid_layer_pattern = PATTERN
-    with parallel_state(Case(cp=world_size)):
+    config.distribute_saved_activations = tp > 1
+    with parallel_state(case):
         from megatron_cp.mcore.batch import context_parallel_params
         from megatron_cp.models.hybrid import build_hybrid
 
@@ -33,7 +36,8 @@ def _kept_and_gradients(rank, world_size, recompute):
         }
         model = build_hybrid(config, arguments, vocab_size=VOCABULARY)
         weights = {weight.data_ptr() for weight in model.parameters()}
-        _, plan = params_of(LENGTHS, world_size, "zigzag")
+        model.embedding.requires_grad_(not is_frozen)
+        _, plan = params_of(LENGTHS, cp_size, "zigzag")
         rows = torch.from_numpy(tokens_of(plan, "q")[rank].copy())
         tokens, labels, mask = batch_of_documents()
         kept = {}
@@ -67,6 +71,17 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less(recompute: tupl
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
             assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize(("is_frozen", "tp"), [(True, 1), (False, 2)])
+def test_frozen_embeddings_and_parts_of_what_is_kept_change_no_gradient(is_frozen: bool, tp: int):
+    plain = run_on_ranks(2, _kept_and_gradients, None, is_frozen, tp)
+    found = run_on_ranks(2, _kept_and_gradients, ("block", 3), is_frozen, tp)
+    for (_, gradients), (_, expected) in zip(found, plain, strict=True):
+        assert sum(gradient is None for gradient in expected.values()) == is_frozen
+        for name, gradient in gradients.items():
+            same = expected[name]
+            assert gradient is same is None or torch.equal(gradient, same), name
 
 
 def test_what_megatron_recomputes_otherwise_is_refused():

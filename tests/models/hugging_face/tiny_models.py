@@ -124,7 +124,9 @@ class Predicting:
         self.number = MODELS[name].options["num_hidden_layers"]
         self.of_qwen = name.startswith("qwen")
         kinds = {"layer_types": [*HYBRID, "full_attention"]} if self.of_qwen else {}
-        if name == "glm_moe_dsa_shared":  # the decoder's last layer has no index, the prediction layer has
+        if (
+            name == "glm_moe_dsa_shared"
+        ):  # the decoder's last layer has no index, the prediction layer has
             kinds = {"indexer_types": ["full", "full", "shared", "full"]}
         self.model = make_tiny(name, num_hidden_layers=self.number + 1, **kinds)
         config = self.model.config
