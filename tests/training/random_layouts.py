@@ -61,9 +61,13 @@ _LATENT = f"""{_MLP}
 0.5 --rope-type rope | --rotary-scaling-factor 4 --mscale .7 --mscale-all-dim .7
 """
 _LINEAR = """
-1.0 --experimental-attention-variant gated_delta_net --ffn-hidden-size 64 --swiglu --position-embedding-type rope
+1.0 --experimental-attention-variant gated_delta_net --linear-num-key-heads 2 --linear-num-value-heads 4
+    | --experimental-attention-variant kda --linear-num-key-heads 4 --linear-num-value-heads 4
+    | --experimental-attention-variant kda --linear-num-key-heads 4 --linear-num-value-heads 4 --multi-latent-attention
+    --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --rope-type none
+1.0 --ffn-hidden-size 64 --swiglu --position-embedding-type rope
 1.0 --linear-attention-freq 2 | --linear-attention-freq 4
-1.0 --linear-key-head-dim 8 --linear-value-head-dim 16 --linear-num-key-heads 2 --linear-num-value-heads 4
+1.0 --linear-key-head-dim 8 --linear-value-head-dim 16
 """
 _HYBRID = """
 1.0 --ffn-hidden-size 48 --squared-relu --disable-bias-linear
