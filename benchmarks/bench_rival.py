@@ -57,7 +57,7 @@ def main() -> None:
              most_slices(plan, is_in_global_order=True), *(one.slices_max for one in figures)]
         )  # fmt: skip
         as_planned = tile_work([stage.work for stage in plan.forward.stages])
-        reordered.append(as_planned / tile_work(work_in_global_order(plan, "forward")))
+        reordered.append(as_planned / tile_work(work_in_global_order(plan)))
         print(*rows[-1], f"{reordered[-1]:.3f}", sep=" | ", flush=True)
     names = [form.name for form in FORMS]
     means: list[list[Cell]] = [

@@ -154,8 +154,7 @@ class Packer:
     """An endless iterator of `Pack`s over epochs; every token appears exactly once per epoch.
 
     With `split` a pack may run across the end of an epoch; with `keep` an epoch ends with what is
-    left. A document longer than `seq_length` is cut under both policies; `num_documents_cut` counts
-    those of `keep`.
+    left. A document longer than `seq_length` is cut under both policies.
 
     Raises:
         ValueError: the corpus has no tokens.
@@ -168,7 +167,6 @@ class Packer:
                 "with at least one token"
             )
         self.config = config
-        self.num_documents_cut = 0
         self._lengths = document_lengths
         self._carry: dict[int, Piece] = {}  # arrival number -> piece, oldest first
         # (length, -arrival), sorted: among equals the oldest is last
@@ -297,7 +295,6 @@ class Packer:
     def _fill_buffer(self) -> None:
         size = self.config.seq_length
         while len(self._carry) < self.config.keep_buffer and (piece := self._draw()) is not None:
-            self.num_documents_cut += piece.length > size
             for start in range(0, piece.stop, size):
                 self._wait(piece._replace(start=start, stop=min(start + size, piece.stop)))
 

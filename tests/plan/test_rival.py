@@ -50,7 +50,7 @@ def test_work_in_global_order_has_the_same_pairs_with_received_keys_ascending():
     allowed = MASK.to_dense()
     held = plan.forward.held_ids("k", plan.global_from_local)
     done = np.zeros_like(allowed, dtype=int)
-    for now, works in zip(held, work_in_global_order(plan, "forward"), strict=True):
+    for now, works in zip(held, work_in_global_order(plan), strict=True):
         for rank, work in enumerate(works):
             own = plan.global_from_local[rank]
             keys = np.concatenate([own, np.sort(now[rank][len(own) :])])

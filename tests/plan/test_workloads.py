@@ -15,7 +15,6 @@ from megatron_cp.plan.study.workloads import (
     LONGCA_MASKS,
     MASKS,
     TRAINING_MASKS,
-    ULTRAATTN_MASKS,
     WORKLOADS,
     document_lengths,
     fitted,
@@ -108,8 +107,8 @@ def test_fitted_repeats_documents_until_the_pack_is_full(lengths, num_tokens):
 
 
 def test_all_published_names_are_there():
-    assert len(LONGCA_MASKS) == 14 and len(ULTRAATTN_MASKS) == 6
-    published = {*LONGCA_MASKS, *ULTRAATTN_MASKS, *TRAINING_MASKS}
+    assert len(LONGCA_MASKS) == 14
+    published = {*LONGCA_MASKS, *TRAINING_MASKS, "strided", "global_local", "star", "streaming"}
     assert published | set(BUILDER_MASKS) == set(MASKS) and not published & set(ALIASES)
 
 

@@ -26,7 +26,6 @@ from megatron_cp.kernels.params import FwdParams, TensorMap
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
 PANEL_BYTES = 128  # of one row of a box: 64 columns of a 16-bit type, 32 of float
-PANEL = 64
 SECTION_BYTES = (
     32 << 20
 )  # what is to stay in the second-level cache while it is read again and again

@@ -19,17 +19,8 @@ def searched_degrees(cp_size: int, config: CPConfig) -> list[int]:
 
 def most_moved(cp_size: int, degrees: list[int], config: CPConfig, budget: SearchBudget) -> int:
     """Returns among how many head groups compute moves at most: few, unless fewer cannot be had or speeds differ."""
-    fewest = moved_groups(cp_size, degrees, at_most=cp_size, wished=1)
+    fewest = min((n for degree in degrees if (n := cp_size // degree) > 1), default=1)
     are_few = fewest <= budget.most_moved or cp_size > budget.most_moved_ranks
     if are_few and not is_uneven(config, cp_size):
         return budget.most_moved
     return budget.most_moved_ranks
-
-
-def moved_groups(cp_size: int, degrees: list[int], at_most: int, wished: int) -> int:
-    """Returns the largest number of head groups that is no more than wished, or the least; 1 if compute cannot move.
-
-    `at_most`: among so many compute moves at all.
-    """
-    moved = [n for degree in degrees if 1 < (n := cp_size // degree) <= at_most]
-    return max((n for n in moved if n <= wished), default=min(moved, default=1))

@@ -19,7 +19,7 @@ from megatron_cp.plan.hardware.makespan import layer_seconds
 from megatron_cp.plan.hardware.rows import FP32_BYTES
 from megatron_cp.plan.hardware.simulate import simulate_pass
 from megatron_cp.plan.planner import make_plan
-from megatron_cp.plan.schema import PASSES, PassName, PlanData
+from megatron_cp.plan.schema import PASSES, PlanData
 from megatron_cp.plan.study.compare import Outcome
 
 RIVALS = ("magi", "magi_hierarchical")
@@ -80,19 +80,17 @@ def in_16_bits(outcome: Outcome) -> Outcome:
 
 def most_slices(plan: PlanData, is_in_global_order: bool = False) -> int:
     """Returns the most slices in one stage of a rank's forward pass, as planned or with received keys in order."""
-    if is_in_global_order:
-        works = work_in_global_order(plan, "forward")
-    else:
-        works = [list(stage.work) for stage in plan.forward.stages]
+    as_planned = [list(stage.work) for stage in plan.forward.stages]
+    works = work_in_global_order(plan) if is_in_global_order else as_planned
     return max(work.num_slices for stage in works for work in stage)
 
 
-def work_in_global_order(plan: PlanData, pass_name: PassName) -> list[list[AttentionMask]]:
-    """Returns each rank's masks if received keys lay in the order of tokens behind its own: `[stages][P]`.
+def work_in_global_order(plan: PlanData) -> list[list[AttentionMask]]:
+    """Returns each rank's forward masks if received keys lay in the order of tokens behind its own: `[stages][P]`.
 
     The same pairs as the plan's work; only key columns change places.
     """
-    pass_ = plan.get_pass(pass_name)
+    pass_ = plan.forward
     own = pass_.own_ids(plan.global_from_local)
     held = pass_.held_ids("k", own)
     return [

@@ -323,7 +323,6 @@ MASKS: Mapping[str, NamedMask] = {
 }
 BUILDER_MASKS = tuple(name for name in masks.__all__ if name in MASKS)
 LONGCA_MASKS = tuple(_BENCHMARK_MASKS)[:14]
-ULTRAATTN_MASKS = ("full", "causal", "strided", "global_local", "star", "streaming")
 TRAINING_MASKS = (
     "causal_document",
     "full_document",

@@ -39,7 +39,7 @@ def dry_run_page(run: DryRun, command: str) -> Markup:
         Section("overview", "Overview", [strip(_tiles(run, packs))]),
         Section("plan", "The first pack", _plan_parts(first)),
         Section("planners", "Planners", [row(table)]),
-        Section("lengths", "Lengths", [row(lengths_figure(shares, seq_length, columns=12))]),
+        Section("lengths", "Lengths", [row(lengths_figure(shares, seq_length))]),
     ]
     if first.ours.cp_size > 1:
         traffic = row(communication_figure(first))

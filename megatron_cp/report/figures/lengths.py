@@ -68,7 +68,7 @@ def shares_of_bins(
     return LengthShares(edges, in_documents, in_tokens, in_area, *totals, source)
 
 
-def lengths_figure(shares: LengthShares, seq_length: int | None, columns: int = 6) -> Figure:
+def lengths_figure(shares: LengthShares, seq_length: int | None) -> Figure:
     """Returns the histogram with its three curves."""
     middles = np.sqrt(shares.edges[:-1].astype(np.float64) * shares.edges[1:])
     curves = (
@@ -103,7 +103,7 @@ def lengths_figure(shares: LengthShares, seq_length: int | None, columns: int = 
         "its own.",
         picture=line_chart("shares by document length", series, axes),
         table=Table(("from", "to", "documents", "tokens", "area"), rows),
-        columns=columns,
+        columns=12,
     )
 
 

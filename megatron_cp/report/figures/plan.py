@@ -62,7 +62,7 @@ def heat_maps(named: Sequence[tuple[str, PlanView, FloatArray]], bounds: IntArra
             _side(BARS_WIDTH, height, f"area and tokens of each rank, {title}", bars),
         )
         parts.append(tag("div", *sides, class_="heat"))
-    legend = picture(MAP_WIDTH, 14, "colours of the cells", _heat_legend(high, 2))
+    legend = picture(MAP_WIDTH, 14, "colours of the cells", _heat_legend(high))
     return tag("div", *parts, tag("div", legend, class_="heat"), class_="heats")
 
 
@@ -148,12 +148,12 @@ def _owned(view: PlanView, bounds: IntArray) -> NDArray[np.bool_]:
     return owned
 
 
-def _heat_legend(high: float, y: float) -> Markup:
-    parts = [text(60, y + 9, "area of a cell: 0", "muted")]
+def _heat_legend(high: float) -> Markup:
+    parts = [text(60, 11, "area of a cell: 0", "muted")]
     x = 60 + 128.0
     for step in range(HEAT_STEPS):
-        parts.append(rect(x + step * 15, y, 15, 10, f"h{step}"))
-    parts.append(text(x + HEAT_STEPS * 15 + 6, y + 9, f"{short(high)} pairs", "muted"))
+        parts.append(rect(x + step * 15, 2, 15, 10, f"h{step}"))
+    parts.append(text(x + HEAT_STEPS * 15 + 6, 11, f"{short(high)} pairs", "muted"))
     return join(parts)
 
 

@@ -122,7 +122,7 @@ def timeline_picture(panels: Panels, label: str = "simulated timeline of ranks")
     return tag("div", *parts, role="group", aria_label=label, class_="timeline")
 
 
-def timeline_drawing(panels: Panels, label: str = "simulated timeline of ranks") -> Markup:
+def timeline_drawing(panels: Panels) -> Markup:
     """Returns the same as one drawing of a fixed width, for a file that stands alone."""
     parts, top = [], 0.0
     for _, words, panel in _panels(panels):
@@ -131,7 +131,7 @@ def timeline_drawing(panels: Panels, label: str = "simulated timeline of ranks")
         parts.append(text(0, top + 13, words, "strong"))
         parts.append(tag("g", panel.names, plot, transform=f"translate(0 {top + 22:.0f})"))
         top += panel.height + 36
-    return picture(WIDTH, top, label, *parts)
+    return picture(WIDTH, top, "simulated timeline of ranks", *parts)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
 _STEP = "iteration"
 
 
-def loss_figure(run: Run, columns: int = 6) -> Figure:
+def loss_figure(run: Run) -> Figure:
     """Returns the training loss, plain and smoothed, and the loss on held-out documents."""
     points = finite_points(*run.column(LOSS))
     window = max(1, len(points) // 30) | 1
@@ -38,11 +38,10 @@ def loss_figure(run: Run, columns: int = 6) -> Figure:
         "the training curve would be memorising.",
         picture=line_chart("training and held-out loss", series, axes),
         table=Table((_STEP, LOSS, HELD_OUT_LOSS), rows),
-        columns=columns,
     )
 
 
-def balance_figure(run: Run, columns: int = 6) -> Figure:
+def balance_figure(run: Run) -> Figure:
     """Returns the balance of steps logged, worst micro-batch, beside that of two usual splits of the same packs."""
     points = finite_points(*run.column("cp/area_max_over_mean"))
     zigzag = finite_points(*run.column("cp/zigzag_area_max_over_mean"))
@@ -74,11 +73,10 @@ def balance_figure(run: Run, columns: int = 6) -> Figure:
             (_STEP, "max over mean area", *usual),
             [(int(x), y, *(at.get(x, "") for at in usual.values())) for x, y in points],
         ),
-        columns=columns,
     )
 
 
-def gradient_figure(run: Run, columns: int = 6) -> Figure:
+def gradient_figure(run: Run) -> Figure:
     """Returns the gradient norm before clipping, plain and smoothed."""
     points = finite_points(*run.column("grad-norm"))
     window = max(1, len(points) // 30) | 1
@@ -97,11 +95,10 @@ def gradient_figure(run: Run, columns: int = 6) -> Figure:
         "others, growth is a learning rate too high.",
         picture=line_chart("gradient norm by step", series, axes),
         table=Table((_STEP, "grad-norm"), [(int(x), y) for x, y in points]),
-        columns=columns,
     )
 
 
-def step_time_figure(run: Run, columns: int = 6) -> Figure:
+def step_time_figure(run: Run) -> Figure:
     """Returns seconds per step, a mean of the steps that a row tells of."""
     points = finite_points(*run.column("iteration-time"))
     values = [y for _, y in points]
@@ -123,7 +120,6 @@ def step_time_figure(run: Run, columns: int = 6) -> Figure:
         f"of the machine.{above}",
         picture=line_chart("seconds per step", [Series("step time", inside, 1)], axes),
         table=Table((_STEP, "seconds"), [(int(x), y) for x, y in points]),
-        columns=columns,
     )
 
 

@@ -82,7 +82,7 @@ def run_page(
     shares = length_shares(run)
     if shares is not None:
         seq_length = run.argument("seq_length")
-        figure = lengths_figure(shares, seq_length if isinstance(seq_length, int) else None, 12)
+        figure = lengths_figure(shares, seq_length if isinstance(seq_length, int) else None)
         sections.append(Section("data", "Data", [row(figure)]))
     if other is not None:
         compared = row(*comparison_figures(run, other))
