@@ -343,9 +343,8 @@ def _same_for_all(name: str, tensor: Any) -> IntArray | None:
     array = np.asarray(_on_the_host(tensor))
     if (array != array[:1, :1]).any():
         raise NotImplementedError(
-            f"{name} differs between batch entries or heads of the block mask; one AttentionMask "
-            "serves "
-            "all: convert each entry by itself"
+            f"{name} differs between batch entries or heads of the block mask; one AttentionMask serves all: convert "
+            "each entry by itself"
         )
     return array[0, 0].astype(np.int64)
 

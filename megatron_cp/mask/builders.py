@@ -162,9 +162,8 @@ def image_spans(
     ranges = ranges[ranges[:, 0] < ranges[:, 1]]
     if (ranges[1:, 0] < ranges[:-1, 1]).any() or (ranges[-1:, 1] > num_tokens).any():
         raise ValueError(
-            f"spans={_shortened(ranges)} must be disjoint and end at or before "
-            f"num_tokens={num_tokens}; "
-            "join or cut the image spans"
+            f"spans={_shortened(ranges)} must be disjoint and end at or before num_tokens={num_tokens}; join or cut "
+            "the image spans"
         )
     start, end = ranges.T
     lo = -OPEN if reach is None else -reach

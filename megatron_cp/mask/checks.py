@@ -105,9 +105,8 @@ def as_integers(name: str, values: Sequence[int] | IntArray) -> IntArray:
         return np.zeros(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"{name} has dtype {array.dtype} and shape {array.shape}; it must hold integers in "
-            "one dimension: "
-            f"convert it to int64 (floats may hide NaN or rounding)"
+            f"{name} has dtype {array.dtype} and shape {array.shape}; it must hold integers in one dimension: "
+            "convert it to int64 (floats may hide NaN or rounding)"
         )
     return array.astype(np.int64)
 
@@ -167,9 +166,8 @@ def as_ranges(name: str, values: Sequence[Sequence[int]] | IntArray) -> IntArray
         return np.zeros((0, 2), dtype=np.int64)
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"{name} has dtype {array.dtype} and shape {array.shape}; it must be integers of "
-            "shape [n, 2]: "
-            "give one (start, end) pair per range"
+            f"{name} has dtype {array.dtype} and shape {array.shape}; it must be integers of shape [n, 2]: give one "
+            "(start, end) pair per range"
         )
     ranges = array.astype(np.int64)
     bad = np.flatnonzero((ranges[:, 0] < 0) | (ranges[:, 0] > ranges[:, 1]))
@@ -200,9 +198,8 @@ def as_slices(
         rows = _stacked([_six_numbers(index, item) for index, item in enumerate(slices)])
     if rows.dtype.kind not in "iu":
         raise ValueError(
-            f"slices have dtype {rows.dtype}; all numbers must be integers (or None for an open "
-            "side): "
-            "convert them to int"
+            f"slices have dtype {rows.dtype}; all numbers must be integers (or None for an open side): convert them "
+            "to int"
         )
     rows = rows.astype(np.int64, copy=False)
     for axis, column, size in (("q", 0, num_queries), ("k", 2, num_keys)):
@@ -210,9 +207,8 @@ def as_slices(
         bad = np.flatnonzero((start < 0) | (start > end) | (end > size))
         if len(bad):
             raise ValueError(
-                f"slices[{bad[0]}] has {axis} range [{start[bad[0]]}, {end[bad[0]]}); ranges must "
-                "satisfy "
-                f"0 <= start <= end <= {size}: fix that slice"
+                f"slices[{bad[0]}] has {axis} range [{start[bad[0]]}, {end[bad[0]]}); ranges must satisfy 0 <= start "
+                f"<= end <= {size}: fix that slice"
             )
     bad = np.flatnonzero(rows[:, 4] > rows[:, 5])
     if len(bad):

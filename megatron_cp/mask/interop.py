@@ -37,9 +37,8 @@ def to_cu_seqlens(mask: AttentionMask) -> tuple[IntArray, IntArray, str]:
             if np.array_equal(same, intervals):
                 return cu_queries, cu_keys, within
     raise NotImplementedError(
-        f"{mask} is not a pack of documents that are all causal or all full; cu_seqlens can say "
-        "nothing "
-        "else: keep the AttentionMask, or convert it with to_ranges or block_table"
+        f"{mask} is not a pack of documents that are all causal or all full; cu_seqlens can say nothing else: keep "
+        "the AttentionMask, or convert it with to_ranges or block_table"
     )
 
 
@@ -62,9 +61,8 @@ def from_packed_seq_params(params: Any, within: str = "causal") -> AttentionMask
     k_offsets = _padded("cu_seqlens_kv_padded", params, keys) if has_own else q_offsets
     if len(keys) != len(queries):
         raise ValueError(
-            f"cu_seqlens_kv has {len(keys)} entries and cu_seqlens_q {len(queries)}; both need "
-            "one more "
-            "than there are documents: pass the pair of one pack"
+            f"cu_seqlens_kv has {len(keys)} entries and cu_seqlens_q {len(queries)}; both need one more than there "
+            "are documents: pass the pair of one pack"
         )
     if within not in ("causal", "full"):
         raise ValueError(f"within={within!r} must be 'causal' or 'full'; name one of them")
@@ -144,9 +142,8 @@ def from_huggingface(
     if not segments or any(array.shape != segments[0].shape for array in segments):
         shapes = [array.shape for array in segments]
         raise ValueError(
-            f"attention_mask and position_ids have shapes {shapes}; give one of them, or both "
-            "with one "
-            "shape [S] or [B, S]"
+            f"attention_mask and position_ids have shapes {shapes}; give one of them, or both with one shape [S] or "
+            "[B, S]"
         )
     if within not in ("causal", "full"):
         raise ValueError(f"within={within!r} must be 'causal' or 'full'; name one of them")
@@ -173,9 +170,8 @@ def from_huggingface_4d(mask: Any) -> AttentionMask:
     array = as_array("mask", mask)
     if array.ndim != 4 or not array.shape[1] or array.dtype.kind not in "bf":
         raise ValueError(
-            f"mask has dtype {array.dtype} and shape {array.shape}; it must be bool or float of "
-            "shape "
-            "[B, heads, Q, K], of one head at least: convert bfloat16 tensors with .float()"
+            f"mask has dtype {array.dtype} and shape {array.shape}; it must be bool or float of shape [B, heads, Q, "
+            "K], of one head at least: convert bfloat16 tensors with .float()"
         )
     if array.dtype.kind == "f":
         other = array[~((array == 0) | (array <= -1e4))]
@@ -187,9 +183,8 @@ def from_huggingface_4d(mask: Any) -> AttentionMask:
         array = array == 0
     if (array != array[:, :1]).any():
         raise NotImplementedError(
-            f"mask of shape {array.shape} differs between heads; one AttentionMask serves all "
-            "heads: "
-            "convert each head by itself"
+            f"mask of shape {array.shape} differs between heads; one AttentionMask serves all heads: convert each "
+            "head by itself"
         )
     return concat([from_dense(one[0]) for one in array])
 
@@ -203,9 +198,8 @@ def _by_row(name: str, values: Any) -> IntArray:
     array = as_array(name, values)
     if array.ndim not in (1, 2) or array.dtype.kind not in "biu":
         raise ValueError(
-            f"{name} has dtype {array.dtype} and shape {array.shape}; it must be integers of "
-            "shape [S] or "
-            "[B, S]: pass 4-D masks to from_huggingface_4d"
+            f"{name} has dtype {array.dtype} and shape {array.shape}; it must be integers of shape [S] or [B, S]: "
+            "pass 4-D masks to from_huggingface_4d"
         )
     return np.atleast_2d(array).astype(np.int64)
 
@@ -261,9 +255,8 @@ def to_flashmask(mask: AttentionMask) -> tuple[NDArray[np.int32], bool]:
     if (counts > 2).any():
         worst = int(np.argmax(counts > 2))
         raise NotImplementedError(
-            f"key {worst} is hidden from {counts[worst]} runs of queries; FlashMask holds at most "
-            "two "
-            "per key: use to_mask_mod and block_table (FlexAttention) or to_ranges"
+            f"key {worst} is hidden from {counts[worst]} runs of queries; FlashMask holds at most two per key: use "
+            "to_mask_mod and block_table (FlexAttention) or to_ranges"
         )
     at_top = (first[:, :1] == 0) & (first[:, 1:] > 0)
     upper, lower = np.where(at_top, first, second), np.where(at_top, second, first)
@@ -311,17 +304,14 @@ def from_flashmask(
     allowed = (1, 2) if causal else (2, 4)
     if array.ndim not in (2, 4) or array.shape[-1] not in allowed or array.dtype.kind not in "iu":
         raise ValueError(
-            f"startend_row_indices has dtype {array.dtype} and shape {array.shape}; it must be "
-            "integers "
-            f"of shape [num_keys, C] or [B, heads, num_keys, C] with C in {allowed} for "
-            f"causal={causal}"
+            f"startend_row_indices has dtype {array.dtype} and shape {array.shape}; it must be integers of shape "
+            f"[num_keys, C] or [B, heads, num_keys, C] with C in {allowed} for causal={causal}"
         )
     if array.ndim == 4:
         if (array != array[:1, :1]).any():
             raise NotImplementedError(
-                f"startend_row_indices of shape {array.shape} differs between batch entries or "
-                "heads; "
-                "one AttentionMask serves all: convert each entry by itself"
+                f"startend_row_indices of shape {array.shape} differs between batch entries or heads; one "
+                "AttentionMask serves all: convert each entry by itself"
             )
         array = array[0, 0]
     num_keys = len(array)

@@ -322,9 +322,8 @@ def _checked_ranges(name: str, ranges: IntArray, size: int) -> IntArray:
         or in_order[-1, 1] > size
     ):
         raise ValueError(
-            f"{name}={ranges[:8].tolist()} must be disjoint ranges with 0 <= start <= end <= "
-            f"{size}; "
-            "take each row or key once"
+            f"{name}={ranges[:8].tolist()} must be disjoint ranges with 0 <= start <= end <= {size}; take each row "
+            "or key once"
         )
     return ranges
 

@@ -81,9 +81,8 @@ def from_cu_seqlens(
     keys = as_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
     if len(keys) != len(queries):
         raise ValueError(
-            f"cu_seqlens_k has {len(keys)} entries and cu_seqlens {len(queries)}; both need one "
-            "more than "
-            "there are documents: pass the pair of one pack"
+            f"cu_seqlens_k has {len(keys)} entries and cu_seqlens {len(queries)}; both need one more than there are "
+            "documents: pass the pair of one pack"
         )
     if within not in ("causal", "full"):
         raise ValueError(
@@ -285,8 +284,7 @@ def _custom_mask(kind: CustomKind, length: int, index: int) -> AttentionMask:
         )
     if (mask.num_queries, mask.num_keys) != (length, length):
         raise ValueError(
-            f"within for document {index} is {mask.num_queries} x {mask.num_keys}; it must be "
-            f"{length} x {length}, "
+            f"within for document {index} is {mask.num_queries} x {mask.num_keys}; it must be {length} x {length}, "
             "the document's length: build it for that length"
         )
     return mask
@@ -296,16 +294,14 @@ def _check_prefixes(prefixes: IntArray, sizes: IntArray, which: IntArray) -> Non
     bad = np.flatnonzero(prefixes > sizes)
     if len(bad):
         raise ValueError(
-            f"prefix={prefixes[bad[0]]} of document {which[bad[0]]} must be <= its length "
-            f"{sizes[bad[0]]}; "
-            "shorten the prefix"
+            f"prefix={prefixes[bad[0]]} of document {which[bad[0]]} must be <= its length {sizes[bad[0]]}; shorten "
+            "the prefix"
         )
 
 
 def _check_count(name: str, count: int, num_documents: int) -> None:
     if count != num_documents:
         raise ValueError(
-            f"{name} has {count} entries for {num_documents} documents; it must have one per "
-            "document: "
-            "give both lists the same length"
+            f"{name} has {count} entries for {num_documents} documents; it must have one per document: give both "
+            "lists the same length"
         )
