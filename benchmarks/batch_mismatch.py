@@ -7,14 +7,13 @@ handed to the loop; counted is the time from there to the end of the last rank. 
 than with the one line of the difference, or if a trial took five seconds.
 """
 
-import argparse
 import random
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from timing import Cell, Table, environment, publish
+from timing import Cell, Table, argument_parser, environment, publish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -46,10 +45,9 @@ def seconds_until_all_ended(layout: str, dice: random.Random, folder: Path) -> f
 
 def main() -> int:
     """Prints the table; returns 1 if a trial took too long."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     dice, rows, slowest = random.Random(arguments.seed), list[list[Cell]](), 0.0
     for layout, (world_size, _) in LAYOUTS.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from timing import Table, Timing, environment, interleaved, publish
+from timing import Table, Timing, argument_parser, environment, interleaved, publish
 from torch import Tensor
 
 from megatron_cp import mask as masks
@@ -44,10 +44,9 @@ DENSE = "causal"
 
 def main() -> None:
     """Prints the tables and writes them when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--output", type=Path, help="path without suffix")
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

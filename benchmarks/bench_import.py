@@ -5,14 +5,13 @@ python benchmarks/bench_import.py --output benchmarks/results/import_<hardware>_
 Goal: `megatron_cp.mask` and `megatron_cp.plan` below .3 s, NumPy included; neither imports torch.
 """
 
-import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from timing import Table, environment, interleaved, publish
+from timing import Table, argument_parser, environment, interleaved, publish
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("numpy", "megatron_cp.mask", "megatron_cp.plan", "megatron_cp.data", "megatron_cp")
@@ -27,9 +26,8 @@ def fresh_import(module: str) -> Callable[[], object]:
 
 def main() -> None:
     """Prints one row per module, and the interpreter alone."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     functions = {"the interpreter alone": fresh_import("")}
     functions |= {module: fresh_import(module) for module in MODULES}

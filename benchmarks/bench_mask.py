@@ -2,22 +2,13 @@
 
 python benchmarks/bench_mask.py --output benchmarks/results/mask_<hardware>_<date>
 
-Writes `.md` and `.json` beside the table that it prints. Steps are interleaved: every round runs each step
-once, so that a busy moment hits all steps alike. Reported are the median of the processor time, which other
-work on the machine does not add to (everything here runs in one thread), and the best time on the clock.
+`timing.py` says what is measured; everything here runs in one thread.
 """
 
-import argparse
-import json
-import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
-from datetime import datetime, timezone
-from pathlib import Path
 
 import numpy as np
+from timing import Table, argument_parser, environment, interleaved, publish
 
 from megatron_cp import mask as masks
 from megatron_cp.mask import AttentionMask, draw
@@ -65,71 +56,29 @@ def steps(num_tokens: int, num_documents: int) -> dict[str, Step]:
     }
 
 
-def measure(named: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
-    """Returns, per step, `cpu_ms` (median) and `wall_ms` (best) over interleaved rounds, after a warm-up."""
-    cpu: dict[str, list[float]] = {name: [] for name in named}
-    wall: dict[str, list[float]] = {name: [] for name in named}
-    for current in range(rounds + 1):
-        for name, step in named.items():
-            started = time.perf_counter(), time.process_time()
-            step()
-            if current:
-                wall[name].append((time.perf_counter() - started[0]) * 1e3)
-                cpu[name].append((time.process_time() - started[1]) * 1e3)
-    return {n: {"cpu_ms": statistics.median(cpu[n]), "wall_ms": min(wall[n])} for n in named}
-
-
-def hardware() -> str:
-    """Returns the name of the processor, as far as the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def report(
-    facts: dict[str, object], times: dict[str, dict[str, float]], counts: dict[str, int]
-) -> str:
-    """Returns the result page."""
-    head = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    table = "\n".join(
-        f"| {name} | {counts[name] or ''} | {ms['cpu_ms']:.2f} | {ms['wall_ms']:.2f} |"
-        for name, ms in times.items()
-    )
-    columns = "| step | slices of the result | processor ms, median | clock ms, best |"
-    return f"# Masks\n\n{head}\n\n{columns}\n|---|---:|---:|---:|\n{table}\n"
-
-
 def main() -> None:
     """Prints the table and writes it when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--documents", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, help="path without suffix")
     arguments = parser.parse_args()
     named = steps(arguments.tokens, arguments.documents)
     results = {name: step() for name, step in named.items()}
-    counts = {n: r.num_slices if isinstance(r, AttentionMask) else 0 for n, r in results.items()}
-    times = measure(named, arguments.rounds)
+    counts = {n: r.num_slices if isinstance(r, AttentionMask) else "" for n, r in results.items()}
+    times = interleaved(named, arguments.rounds, warmup=1)
     facts = {
         "what": f"{arguments.tokens} tokens in {arguments.documents} documents (exponential lengths)",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "hardware": hardware(),
-        "software": f"Python {platform.python_version()}, NumPy {np.__version__}, one thread",
-        "protocol": f"{arguments.rounds} interleaved rounds after one warm-up round",
-        "load of the machine": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
+        **environment(),
+        "protocol": f"{arguments.rounds} interleaved rounds after one warm-up round, one thread",
         "command": "python benchmarks/bench_mask.py",
     }
-    page = report(facts, times, counts)
-    print(page)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.with_suffix(".md").write_text(page)
-        values = {"facts": facts, "times": times, "slices": counts}
-        arguments.output.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
+    table = Table(
+        "Milliseconds",
+        ("step", "slices of the result", "processor, median", "clock, best"),
+        [(name, counts[name], took.cpu_ms, took.best_ms) for name, took in times.items()],
+    )
+    publish("Masks", facts, [table], arguments.output)
 
 
 if __name__ == "__main__":

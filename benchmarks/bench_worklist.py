@@ -5,11 +5,8 @@ python benchmarks/bench_worklist.py --output benchmarks/results/worklist_<hardwa
 Counted beside the times: tiles, segments, what share of the computed pairs is wanted, and bytes of the arrays.
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
-from timing import Table, environment, interleaved, publish
+from timing import Table, argument_parser, environment, interleaved, publish
 
 from megatron_cp import mask as masks
 from megatron_cp.attn.hopper.worklist import backward_work, forward_work
@@ -42,10 +39,9 @@ def cases(num_tokens: int) -> dict[str, AttentionMask]:
 
 def main() -> None:
     """Prints the tables and writes them when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, help="path without suffix")
     arguments = parser.parse_args()
     named = cases(arguments.tokens)
     steps = {}

@@ -6,12 +6,11 @@ Layouts, phases and what is compared: tests/faults/random_kills.py. On CPU ranks
 cores. A moment that lies behind the end of the run kills nothing; such draws have a column of their own.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
-from timing import Table, environment, publish
+from timing import Table, argument_parser, environment, publish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -33,10 +32,9 @@ def rows_of(verdicts: list[Verdict]) -> list[list[str | int]]:
 
 def main() -> int:
     """Prints the table; returns 1 if any run did not end bitwise equal."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         verdicts = run_trials(draw(arguments.kills, arguments.seed), Path(folder))

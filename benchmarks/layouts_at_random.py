@@ -6,12 +6,11 @@ What is drawn and what is compared: tests/training/random_layouts.py. On CPU ran
 processor time a trial.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
-from timing import Table, environment, publish
+from timing import Table, argument_parser, environment, publish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -34,11 +33,10 @@ def rows_of(verdicts: list[Verdict]) -> list[list[str | int]]:
 
 def main() -> int:
     """Prints the table; returns 1 if any run differs or broke."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--trials", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:

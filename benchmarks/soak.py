@@ -11,7 +11,6 @@ most that any of a save held is compared, the first five saves after step 200 ag
 heap grew by 2 % or more, or if any other process holds more descriptors at the end.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from timing import Cell, Table, environment, publish
+from timing import Cell, Table, argument_parser, environment, publish
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -245,9 +244,8 @@ def _amounts(sample: Sample) -> tuple[int, int, int, int]:
 
 def main() -> int:
     """Prints the table; returns 1 if the run failed or something grew."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.nice(10)
     facts = environment(("numpy", "torch", "megatron-core"))
