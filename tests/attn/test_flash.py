@@ -14,8 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_cp import mask as masks
 from megatron_cp.attn import (
     attend,
-    attend_backward,
-    attend_forward,
     device_arrays,
     resolve_options,
 )
@@ -23,7 +21,7 @@ from megatron_cp.attn.flash import backend, checks, grouping, passes
 from megatron_cp.attn.flash.passes import delta_as_out, device_calls
 from tests.attn.flash_on_host import on_host
 from tests.attn.formula import assert_attention, random_case
-from tests.attn.in_parts import attend_in_parts
+from tests.attn.in_parts import assert_silent_rows_get_and_give_zeros, attend_in_parts
 from tests.strategies import attention_masks
 
 HEADS = ((2, 2), (4, 2), (3, 1))
@@ -107,21 +105,7 @@ def test_rows_outside_every_slice_influence_nothing_even_as_nan():
 
 
 def test_rows_whose_global_lse_is_minus_infinity_get_and_give_exact_zeros():
-    (q, k, v), arguments = random_case(30, 30, (4, 2), (8, 8), torch.bfloat16)
-    mask, dout = masks.full(30), arguments["dout"]
-    options = resolve_options(q, k, v, backend="flash")
-    out, lse = attend_forward(q, k, v, mask, options)
-    delta = (dout * out).sum(dim=-1)
-    silent = torch.zeros(30, 4, dtype=torch.bool)
-    silent[::3] = True
-    lse = lse.masked_fill(silent, -torch.inf)
-    noisy_dout = torch.where(silent[..., None], 1e30, dout)
-    noisy_delta = torch.where(silent, torch.nan, delta)
-    actual = attend_backward(noisy_dout, q, k, v, lse, noisy_delta, mask, options)
-    quiet = attend_backward(dout, q, k, v, lse, delta, mask, options)
-    for a, b in zip(actual, quiet, strict=True):
-        assert torch.equal(a, b)
-    assert not actual[0][silent].any()
+    assert_silent_rows_get_and_give_zeros("flash", torch.bfloat16)
 
 
 @pytest.mark.parametrize(

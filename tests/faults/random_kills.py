@@ -18,8 +18,8 @@ import torch
 
 from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder, read_manifest
 from tests.faults.program import Kill, Launch, Outcome, run_program
-from tests.faults.test_killed_rank import tensors_of
 from tests.processes import HANG_SECONDS
+from tests.training.checkpoints import tensors_of
 from tests.training.commands import DATA, MODEL
 
 RUN = (

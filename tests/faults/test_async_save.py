@@ -9,7 +9,8 @@ import torch
 
 from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder, read_manifest
 from tests.faults.program import Kill, Launch, Outcome, run_program
-from tests.faults.test_killed_rank import losses_of, tensors_of
+from tests.faults.test_killed_rank import losses_of
+from tests.training.checkpoints import tensors_of
 from tests.training.commands import DATA, MODEL
 
 pytestmark = pytest.mark.timeout(1800)

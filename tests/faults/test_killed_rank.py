@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
 
 from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder, read_manifest
 from tests.faults.program import Kill, Launch, Outcome, run_program
+from tests.training.checkpoints import tensors_of
 from tests.training.commands import DATA, MODEL
 
 pytestmark = pytest.mark.timeout(1800)
@@ -39,19 +39,6 @@ RESTARTED = [
     "between tensors and manifest",
     "between manifest and tracker",
 ]
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint: weights, moments, main copies."""
-    reader = FileSystemReader(folder)
-    entries = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.zeros(m.size, dtype=m.properties.dtype)
-        for name, m in entries.items()
-        if hasattr(m, "size")
-    }
-    load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 def losses_of(folder: Path) -> dict[int, tuple[float, float]]:

@@ -9,9 +9,9 @@ import torch
 
 from megatron_cp.training.checkpoint.files import MANIFEST, iteration_folder
 from tests.faults.program import Launch, Outcome, run_program
-from tests.faults.test_killed_rank import tensors_of
 from tests.mcore.tiny_gpt import Case, parallel_state
 from tests.ranks import run_on_ranks
+from tests.training.checkpoints import tensors_of
 from tests.training.commands import DATA, MODEL
 
 pytestmark = pytest.mark.timeout(1800)

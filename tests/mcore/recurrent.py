@@ -74,6 +74,28 @@ def run_stream(rank, world_size, build):
         return folded.detach(), layer(x, packed_seq_params=params)[0].detach()
 
 
+def refusal(rank, world_size, build, mask_name, options):
+    """Why a layer with these options, or its pass over 12 tokens under a mask, is refused; None if it is not."""
+    with parallel_state(Case()):
+        from megatron_cp import CPConfig
+        from megatron_cp import mask as masks
+        from megatron_cp.mcore.batch import ContextParallelParams
+        from megatron_cp.plan import make_plan
+
+        mask = {
+            "causal": masks.causal(12),
+            "one question, two answers": masks.shared_question([4, 4, 4]),
+            "window": masks.sliding_window(12, 3),
+        }[mask_name]
+        params = ContextParallelParams(plans={"full": make_plan(mask, 1, CPConfig(topology="cpu"))})
+        try:
+            layer = build(Case(), **options)
+            layer(rows_and_upstream(12)[0], packed_seq_params=params)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return None
+
+
 def joined(parts, name, sections, *, alike=()):
     """Returns a weight of all heads from those of the tensor ranks; `sections` are its rows on one of them."""
     own = [part[name] for part in parts]

@@ -12,6 +12,7 @@ from tests.mcore.recurrent import (
     in_order,
     joined,
     parts_of_checkpoint,
+    refusal,
     rows_and_upstream,
     run_in_batch,
     run_layer,
@@ -188,27 +189,6 @@ def test_checkpoints_are_those_of_megatrons_layer():
     assert any(key.endswith("in_proj.weight.alpha") for key in parts)
 
 
-def refusal(rank, world_size, mask_name, options):
-    with parallel_state(Case()):
-        from megatron_cp import CPConfig
-        from megatron_cp import mask as masks
-        from megatron_cp.mcore.batch import ContextParallelParams
-        from megatron_cp.plan import make_plan
-
-        try:
-            layer = build_layer(Case(), **options)
-            mask = {
-                "one question, two answers": masks.shared_question([4, 4, 4]),
-                "window": masks.sliding_window(12, 3),
-            }.get(mask_name, masks.causal(12))
-            plan = make_plan(mask, 1, CPConfig(topology="cpu"))
-            params = ContextParallelParams(plans={"full": plan})
-            layer(rows_and_upstream(12)[0], None, packed_seq_params=params)
-        except (ValueError, NotImplementedError) as error:
-            return str(error)
-        return None
-
-
 @pytest.mark.parametrize(
     ("mask_name", "options", "said"),
     [
@@ -223,5 +203,5 @@ def refusal(rank, world_size, mask_name, options):
     ],
 )
 def test_what_a_state_would_show_and_sizes_that_do_not_fit_are_refused(mask_name, options, said):
-    (line,) = run_on_ranks(1, refusal, mask_name, options, timeout=110)
+    (line,) = run_on_ranks(1, refusal, build_layer, mask_name, options, timeout=110)
     assert line is None if said is None else said in line

@@ -13,6 +13,7 @@ from tests.mcore.recurrent import (
     joined,
     params_of,
     parts_of_checkpoint,
+    refusal,
     rows_and_upstream,
     run_in_batch,
     run_layer,
@@ -326,29 +327,6 @@ def test_megatrons_own_mixer_gets_no_planned_batch():
     assert "decoder.layers.0.mixer is MambaMixer of Megatron-Core" in line
 
 
-def refusal(rank, world_size, mask_name, options):
-    with parallel_state(Case()):
-        from megatron_cp import CPConfig
-        from megatron_cp import mask as masks
-        from megatron_cp.mcore.batch import ContextParallelParams
-        from megatron_cp.plan import make_plan
-
-        try:
-            layer = build_mixer(Case(), **options)
-            mask = {
-                "one question, two answers": masks.shared_question([4, 4, 4]),
-                "window": masks.sliding_window(12, 3),
-            }.get(mask_name, masks.causal(12))
-            plan = make_plan(mask, 1, CPConfig(topology="cpu"))
-            layer(
-                rows_and_upstream(12)[0],
-                packed_seq_params=ContextParallelParams(plans={"full": plan}),
-            )
-        except (ValueError, NotImplementedError) as error:
-            return str(error)
-        return None
-
-
 @pytest.mark.parametrize(
     ("mask_name", "options", "said"),
     [
@@ -363,5 +341,5 @@ def refusal(rank, world_size, mask_name, options):
     ],
 )
 def test_what_a_state_would_show_and_sizes_that_do_not_fit_are_refused(mask_name, options, said):
-    (line,) = run_on_ranks(1, refusal, mask_name, options, timeout=110)
+    (line,) = run_on_ranks(1, refusal, build_mixer, mask_name, options, timeout=110)
     assert line is None if said is None else said in line

@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader, load
 
 from tests.mcore.tiny_gpt import Case, parallel_state
 from tests.training.commands import SMALL_RUN
@@ -130,6 +131,19 @@ def write_dist(
         dist_checkpointing.save(state, str(own))
     (folder / "latest_checkpointed_iteration.txt").write_text("5")
     return own
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint in the format torch_dist: weights, moments, main copies."""
+    reader = FileSystemReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.zeros(m.size, dtype=m.properties.dtype)
+        for name, m in entries.items()
+        if hasattr(m, "size")
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    return state
 
 
 def rewrite_manifest(folder: Path, change) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.checkpoint.files import TRACKER, iteration_folder
 from megatron_cp.training.datasets import open_data
 from tests.faults.program import Launch, run_program
+from tests.training.checkpoints import tensors_of
 from tests.training.commands import (
     AUTO,
     ROOT,
@@ -45,19 +46,6 @@ def cut_to(run: Path, folder: Path, iteration: int) -> Path:
     shutil.copytree(run / name, folder / name)
     (folder / TRACKER).write_text(str(iteration))
     return folder
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, weights and optimizer state."""
-    reader = FileSystemReader(folder)
-    entries = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.zeros(m.size, dtype=m.properties.dtype)
-        for name, m in entries.items()
-        if hasattr(m, "size")
-    }
-    load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 @pytest.mark.filterwarnings("ignore")
