@@ -1,6 +1,6 @@
 """Checks that a plan can be executed and covers its mask: what `AttentionPlan.validate` does."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, methodcaller
 
 import numpy as np
@@ -31,17 +31,9 @@ def validate(plan: PlanData) -> None:
 
 
 def _validate_pass(plan: PlanData, pass_: Pass, where: str) -> None:
-    degree = 1
+    degree = pass_.head_degree
     if pass_.head_split is not None:
-        degree = pass_.head_split.degree
-        members = sorted(rank for group in pass_.head_split.groups for rank in group)
-        ascending = all(list(group) == sorted(group) for group in pass_.head_split.groups)
-        equal = {len(group) for group in pass_.head_split.groups} == {degree}
-        if members != list(range(plan.cp_size)) or not equal or not ascending:
-            raise ValueError(
-                f"{where}: head_split groups {pass_.head_split.groups} must cover all {plan.cp_size} ranks "
-                "once, in equal ascending groups"
-            )
+        _check_groups(pass_.head_split.groups, degree, plan.cp_size, where)
     if pass_.stages and (pass_.stages[0].keeps_k or pass_.stages[0].keeps_q):
         raise ValueError(
             f"{where}: the first stage has no stage before it whose rows it could keep"
@@ -64,6 +56,16 @@ def _validate_pass(plan: PlanData, pass_: Pass, where: str) -> None:
         raise ValueError(
             f"{where}: stages compute {area} pairs, the mask has {plan.mask.area()} x head degree {degree}; "
             "every pair must be computed exactly once"
+        )
+
+
+def _check_groups(groups: Sequence[Sequence[int]], degree: int, cp_size: int, where: str) -> None:
+    members = sorted(rank for group in groups for rank in group)
+    ascending = all(list(group) == sorted(group) for group in groups)
+    equal = {len(group) for group in groups} == {degree}
+    if members != list(range(cp_size)) or not equal or not ascending:
+        raise ValueError(
+            f"{where}: head_split groups {groups} must cover all {cp_size} ranks once, in equal ascending groups"
         )
 
 

@@ -55,44 +55,26 @@ def best_of(
     Prices of published options do not know that ranks wait for late senders, and none knows measured kernel rates: the
     winner is built and played, and competes again if that takes longer.
     """
-    states = [0.0] * len(found)
-    if config.linear_state_bytes is not None:
-        every_mask = [mask for mask, _ in masks.values()]
-        states = [linear_seconds(one.tokens, every_mask, config) for one in found]
+    state_seconds = _state_seconds(found, masks, config)
     played: list[tuple[float, dict[str, PlanData]]] = []
     while True:
-        every = [
-            {key: _pick(options, budget) for key, options in one.options.items()} for one in found
-        ]
-        totals = [
-            _total(masks, one.options, chosen, also)
-            for one, chosen, also in zip(found, every, states, strict=True)
-        ]
-        best = totals.index(_pick(totals, budget))
-        candidate, chosen = found[best], every[best]
+        place, chosen, total = _leader(found, masks, state_seconds, budget)
+        candidate = found[place]
         estimates = {key: one.refine() for key, one in chosen.items() if one.refine is not None}
         if estimates:
             _replace(candidate, chosen, estimates)
             continue
         plans = _build(masks, candidate, chosen, config)
-        held = _held_megabytes(plans, config)
-        too_large = [
-            key for key, size in held.items() if size > (config.max_received_mb or math.inf)
-        ]
+        too_large = _passes_over_limit(plans, config)
         if too_large:
-            if math.isinf(totals[best].seconds):
-                least = math.ceil(_least_megabytes(masks, found, config))
-                raise ValueError(
-                    f"max_received_mb={config.max_received_mb} cannot be kept by any plan that planner 'auto' knows; "
-                    f"the smallest holds {least} MB of received rows on a rank: raise it to that, or plan for more "
-                    "ranks"
-                )
+            if math.isinf(total.seconds):
+                raise ValueError(_no_plan_is_small_enough(masks, found, config))
             never = {key: replace(chosen[key], seconds=math.inf) for key in too_large}
             _replace(candidate, chosen, never)
             continue
         prices = {key: simulate_pass(plans[key[0]], key[1]).seconds for key in chosen}
         seconds = sum(masks[key[0]][1] * price for key, price in prices.items())
-        played.append((states[best] + seconds, plans))
+        played.append((state_seconds[place] + seconds, plans))
         slower = {
             key: replace(one, seconds=prices[key])
             for key, one in chosen.items()
@@ -103,21 +85,58 @@ def best_of(
         _replace(candidate, chosen, slower)
 
 
+def _state_seconds(found: Sequence[Candidate], masks: Family, config: CPConfig) -> list[float]:
+    """Returns the seconds that the states of linear layers travel, for each candidate; 0 without such layers."""
+    if config.linear_state_bytes is None:
+        return [0.0] * len(found)
+    every_mask = [mask for mask, _ in masks.values()]
+    return [linear_seconds(one.tokens, every_mask, config) for one in found]
+
+
+def _leader(
+    found: Sequence[Candidate], masks: Family, state_seconds: Sequence[float], budget: SearchBudget
+) -> tuple[int, Chosen, _Total]:
+    """Returns which candidate is best with the best option of each of its passes, these options, and their total."""
+    every = [{key: _pick(options, budget) for key, options in one.options.items()} for one in found]
+    totals = [
+        _total(masks, one.options, chosen, seconds)
+        for one, chosen, seconds in zip(found, every, state_seconds, strict=True)
+    ]
+    place = totals.index(_pick(totals, budget))
+    return place, every[place], totals[place]
+
+
 def _replace(candidate: Candidate, chosen: Chosen, others: Chosen) -> None:
+    """Puts other options, or other prices of the same, where the chosen ones were."""
     for key, other in others.items():
         options = candidate.options[key]
         options[options.index(chosen[key])] = other
 
 
-def _held_megabytes(plans: Mapping[str, PlanData], config: CPConfig) -> dict[Key, float]:
-    """Returns the most megabytes that a rank holds in each pass because others sent them; empty without a limit."""
+def _passes_over_limit(plans: Mapping[str, PlanData], config: CPConfig) -> list[Key]:
+    """Returns the passes in which some rank would hold more rows of others than `max_received_mb` allows."""
     if config.max_received_mb is None:
-        return {}
-    return {
-        (name, which): float(received_bytes(plan, which).max()) / 1e6
+        return []
+    return [
+        (name, which)
         for name, plan in plans.items()
         for which in PASSES
-    }
+        if _received_megabytes(plan, which) > config.max_received_mb
+    ]
+
+
+def _received_megabytes(plan: PlanData, which: PassName) -> float:
+    """Returns the most megabytes that a rank holds in a pass because others sent them."""
+    return float(received_bytes(plan, which).max()) / 1e6
+
+
+def _no_plan_is_small_enough(masks: Family, found: Sequence[Candidate], config: CPConfig) -> str:
+    least = math.ceil(_least_megabytes(masks, found, config))
+    return (
+        f"max_received_mb={config.max_received_mb} cannot be kept by any plan that planner 'auto' knows; "
+        f"the smallest holds {least} MB of received rows on a rank: raise it to that, or plan for more "
+        "ranks"
+    )
 
 
 def _least_megabytes(masks: Family, found: Sequence[Candidate], config: CPConfig) -> float:
@@ -126,7 +145,7 @@ def _least_megabytes(masks: Family, found: Sequence[Candidate], config: CPConfig
     def held(candidate: Candidate, key: Key, option: PassOption) -> float:
         built = option.build()
         plan = candidate.plan(masks[key[0]][0], config, built, built)
-        return float(received_bytes(plan, key[1]).max()) / 1e6
+        return _received_megabytes(plan, key[1])
 
     return min(
         max(
@@ -151,11 +170,11 @@ def _pick(options: Sequence[Priced], budget: SearchBudget) -> Priced:
 
 def _total(
     masks: Family,
-    options: Mapping[tuple[str, PassName], Sequence[PassOption]],
+    options: Mapping[Key, Sequence[PassOption]],
     chosen: Chosen,
-    also: float,
+    state_seconds: float,
 ) -> _Total:
-    """`also`: seconds of the placement, whatever is chosen on it."""
+    """Returns the figures of the chosen options; `state_seconds` are added whatever is chosen on the placement."""
     weighted = [(masks[name][1], choice) for (name, _), choice in chosen.items()]
     seconds = sum(weight * choice.seconds for weight, choice in weighted)
     if not 0 < seconds < math.inf:
@@ -166,7 +185,7 @@ def _total(
         masks[name][1] * min(one.published_seconds for one in found)
         for (name, _), found in options.items()
     )
-    return _Total(seconds + also, moved, loads / seconds, published + also)
+    return _Total(seconds + state_seconds, moved, loads / seconds, published + state_seconds)
 
 
 def _build(
