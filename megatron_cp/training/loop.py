@@ -119,16 +119,13 @@ def _train(run: Run) -> None:
                 _step(run)
             profiler.after_step(state.iteration)
             bar.step(run.journal.tokens_per_s)
-            is_due = steps.eval_interval and state.iteration % steps.eval_interval == 0
-            if is_due and run.loaders.valid is not None:
+            if run.loaders.valid is not None and _ends(steps.eval_interval, state.iteration):
                 _evaluate(run, run.loaders.valid, split="validation")
                 _write_texts(run)
-            interval = steps.check_weight_hash_across_dp_replicas_interval
-            if interval and state.iteration % interval == 0:
+            if _ends(steps.check_weight_hash_across_dp_replicas_interval, state.iteration):
                 _compare_replicas(run)
             stops = run.exits.stops_after(state.iteration)
-            is_due = save_interval and state.iteration % save_interval == 0
-            if saver is not None and (is_due or stops):
+            if saver is not None and (stops or _ends(save_interval, state.iteration)):
                 _save(run, saver, is_last=stops)
                 stops = stops or run.exits.is_signalled()
             elif saver is not None and saver.is_saving and not any_rank(not saver.is_written())[0]:
@@ -141,6 +138,11 @@ def _train(run: Run) -> None:
         if saver.newest != state.iteration:
             _save(run, saver, is_last=True)
         saver.finish(is_last=True)
+
+
+def _ends(interval: int | None, iteration: int) -> bool:
+    """Returns whether an interval ends with this iteration; without one (None or 0) none does."""
+    return False if not interval else iteration % interval == 0
 
 
 def _step(run: Run) -> None:
@@ -250,7 +252,7 @@ def _collector(config: TrainConfig) -> Iterator[Callable[[int], None]]:
     gc.collect()
 
     def collect(iteration: int) -> None:
-        if config.steps.manual_gc_interval and iteration % config.steps.manual_gc_interval == 0:
+        if _ends(config.steps.manual_gc_interval, iteration):
             gc.collect()
 
     try:
