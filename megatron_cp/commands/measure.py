@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_cp.command_line import Progress, prepare_outputs, say_written
 from megatron_cp.commands.arguments import add_heads, count, key_heads
+from megatron_cp.config import Topology
 from megatron_cp.plan.hardware.topology import get_topology, load_profile
 
 ROUNDS = 5
@@ -72,15 +73,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     if is_first:
         progress.clear()
         args.output.write_text(json.dumps(found.profile, indent=1) + "\n", encoding="utf-8")
-        topology = load_profile(args.output)
-        print(f"{topology.name}: {ranks} ranks, {node} on each node")
-        for key in ("inner_gbytes_per_s", "outer_gbytes_per_s", "latency_us", "contention"):
-            print(f"  {key:20s} {getattr(topology, key):10.4g}")
-        print(f"  {'nics_per_node':20s} {topology.nics_per_node or node:10d}")
-        for level in topology.outer_levels:
-            print(f"  groups of {level.size:<10d} {level.gbytes_per_s:10.4g} GB/s")
-        print(f"  {'forward_tflops':20s} {topology.forward_tflops:10.4g}  at best")
-        print(f"  {'backward_tflops':20s} {topology.backward_tflops:10.4g}  at best")
+        _print_topology(load_profile(args.output), ranks, node)
         for note in found.notes:
             print(f"  note: {note}")
         sys.stdout.flush()
@@ -88,6 +81,18 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def _print_topology(topology: Topology, ranks: int, node: int) -> None:
+    """Prints what was measured with so many ranks, and so many on a node."""
+    print(f"{topology.name}: {ranks} ranks, {node} on each node")
+    for key in ("inner_gbytes_per_s", "outer_gbytes_per_s", "latency_us", "contention"):
+        print(f"  {key:20s} {getattr(topology, key):10.4g}")
+    print(f"  {'nics_per_node':20s} {topology.nics_per_node or node:10d}")
+    for level in topology.outer_levels:
+        print(f"  groups of {level.size:<10d} {level.gbytes_per_s:10.4g} GB/s")
+    print(f"  {'forward_tflops':20s} {topology.forward_tflops:10.4g}  at best")
+    print(f"  {'backward_tflops':20s} {topology.backward_tflops:10.4g}  at best")
 
 
 def _sizes(word: str) -> tuple[int, ...]:

@@ -77,6 +77,11 @@ class _Timing:
     simulated: float
     computing: FloatArray
 
+    @property
+    def longer(self) -> float:
+        """Returns the larger of both, by which layouts are compared."""
+        return max(self.predicted, self.simulated)
+
 
 def study_replicas(
     source: Source,
@@ -100,19 +105,19 @@ def study_replicas(
     by_area = _dealt([float(mask.area()) for mask in masks], dp_size)
     request = PlanRequest(cp_size=cp_size, config=config)
     tell(f"{num_packs} packs on {cp_size} ranks each")
-    least = [bound_seconds(mask, request) for mask in masks]
+    bounds = [bound_seconds(mask, request) for mask in masks]
     alone = [_timed(mask, cp_size, config) for mask in masks]
-    by_time = _dealt(least, dp_size)
+    by_time = _dealt(bounds, dp_size)
     together = []
     for number, packs in enumerate(by_time, 1):
         tell(f"micro-batch {number} of {len(by_time)} on {cp_size * dp_size} ranks")
         whole = concat([masks[i] for i in packs])
         together.append(_timed(whole, cp_size * dp_size, config))
-    if get_topology(config.topology).kernels is not None:
-        least = [max(one.predicted, one.simulated) for one in alone]
+    # Of measured kernels a bound knows the peak alone, so there a pack counts with the time of its own plan.
+    has_rates = get_topology(config.topology).kernels is not None
+    seconds_alone = [one.longer for one in alone] if has_rates else bounds
     is_hybrid = is_hybrid_faster(
-        [max(one.predicted, one.simulated) for one in together],
-        [[least[i] for i in packs] for packs in by_time],
+        [one.longer for one in together], [[seconds_alone[i] for i in packs] for packs in by_time]
     )
     fixed = _fixed("fixed, by time", alone, by_time)
     hybrid = _layout("hybrid", [together])
