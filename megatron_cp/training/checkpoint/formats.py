@@ -8,6 +8,7 @@ torch        mp_rank_00/model_optim_rng.pt                      tensor rank
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -61,11 +62,11 @@ def legacy_folder(folder: Path, config: TrainConfig, tensor_rank: int, pipeline_
 
 def check_legacy_layout(folder: Path, config: TrainConfig) -> None:
     """Raises ValueError if a checkpoint in the format torch is of another layout than the run's."""
-    found = {path.name for path in _rank_folders(folder)}
-    places = [_RANK_FOLDER.fullmatch(name) for name in found]
-    if any(place is not None and place[3] for place in places):
+    names = [path.name for path in _rank_folders(folder)]
+    places = [place for name in names if (place := _RANK_FOLDER.fullmatch(name))]
+    if any(place[3] for place in places):
         raise ValueError(
-            f"{folder} was saved with expert parallelism ({max(found)}): its experts are "
+            f"{folder} was saved with expert parallelism ({names[-1]}): its experts are "
             "served in the format torch_dist alone; let Megatron-LM save it so, or give another --load"
         )
     experts = config.parallel.expert_model_parallel_size
@@ -75,8 +76,8 @@ def check_legacy_layout(folder: Path, config: TrainConfig) -> None:
             f"{experts}: if it was saved with that flag it holds those of the first rank alone, the others are lost; "
             "if not, load it without that flag, save it with --ckpt-format torch_dist and go on from there"
         )
-    tensor = 1 + max(int(place[1]) for place in places if place is not None)
-    pipeline = 1 + max(int(place[2] or 0) for place in places if place is not None)
+    tensor = 1 + max(int(place[1]) for place in places)
+    pipeline = 1 + max(int(place[2] or 0) for place in places)
     layout = config.parallel
     wanted = (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
     if (tensor, pipeline) != wanted:
@@ -86,14 +87,13 @@ def check_legacy_layout(folder: Path, config: TrainConfig) -> None:
             f"run has {wanted[0]} and {wanted[1]}: give those sizes, or load it with them, save it "
             "with --ckpt-format torch_dist and go on from there"
         )
-    for rank in range(tensor):
-        for stage in range(pipeline):
-            file = legacy_folder(folder, config, rank, stage) / LEGACY_MODEL
-            if not file.is_file():
-                raise DamagedCheckpointError(
-                    f"{folder} is not a complete checkpoint (no {file.relative_to(folder)}); give "
-                    "another --ckpt-step or --load"
-                )
+    for rank, stage in itertools.product(range(tensor), range(pipeline)):
+        file = legacy_folder(folder, config, rank, stage) / LEGACY_MODEL
+        if not file.is_file():
+            raise DamagedCheckpointError(
+                f"{folder} is not a complete checkpoint (no {file.relative_to(folder)}); give "
+                "another --ckpt-step or --load"
+            )
 
 
 def _rank_folders(folder: Path) -> list[Path]:

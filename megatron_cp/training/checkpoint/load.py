@@ -125,7 +125,7 @@ def _restore_optimizer(state: RunState, content: Content, folder: Path) -> None:
             with groups_found_at_any_rate(state.optimizer, content.optimizer):
                 state.optimizer.load_state_dict(content.optimizer)
             adopt_parameter_steps(state.optimizer)
-        # A foreign state raises nearly anything.
+        # A foreign state raises nearly anything; CheckpointException is no Exception.
         except (CheckpointException, Exception) as failure:
             raise another_optimizer(folder, first_line(failure)) from failure
     for name, value in _settings(state.optimizer).items():
