@@ -191,7 +191,8 @@ class DocumentGroups:
                 speed = speed.reshape(-1, size).min(axis=1)
             more = area / size / speed[:, None]
             added = more / self.fair
-            # To the bit: one load decides by itself where speeds are equal.
+            # Less the smallest, which changes no comparison: where every group gets as much, nothing is added, and
+            # loads are compared without a rounding.
             after = (load / self.fair + (added - added.min())).max(axis=1)
             open_load = np.where(room >= length, after, np.inf)
             least = int(open_load.argmin())

@@ -39,16 +39,19 @@ class Search:
         self.looks, self.budget = looks, budget
         self.cp_size, self.config = looks.cp_size, looks.config
         self.most_moved = most_moved(self.cp_size, looks.searched, self.config, budget)
-        # Memory may be short, states of linear layers travel too, and measured kernels are slower than nominal ones.
         has_rates = get_topology(self.config.topology).kernels is not None
         self.is_by_time = not (
             self.config.max_received_mb or self.config.linear_state_bytes or has_rates
         )
-        # All own equally many tokens, so a slow rank has too many pairs wherever they are placed: pairs have to move.
+        """Whether prices here decide, so that what is slower by them is skipped. They do not where memory may be short,
+        where states of linear layers travel too, and where measured kernels are slower than nominal ones."""
         self.is_thorough = is_uneven(self.config, self.cp_size) or not self.is_by_time
+        """Whether compute is moved however good a plan is known: all own equally many tokens, so a slow rank has too
+        many pairs wherever they are placed."""
+        # Placements are known by the bytes of their token ids.
         self.found: dict[bytes, Candidate] = {}
-        self.trials: dict[tuple[bytes, int], Trial] = {}
-        self.groups: dict[tuple[bytes, str, int], HeadGroups] = {}
+        self.trials: dict[tuple[bytes, int], Trial] = {}  # at a head degree
+        self.groups: dict[tuple[bytes, str, int], HeadGroups] = {}  # of a mask, at a head degree
         self.known = math.inf
         """Seconds of the fastest plan so far; exact after `_settle`: what is skipped cannot beat it."""
 
@@ -155,16 +158,14 @@ class Search:
             self.known, leader = math.inf, None
             fastest: dict[tuple[str, PassName], PassOption] = {}
             for one in self.found.values():
-                if all(one.options.values()):
-                    best = {
-                        key: min(options, key=_price_of) for key, options in one.options.items()
-                    }
-                    seconds = sum(
-                        self.looks.masks[name][1] * option.seconds
-                        for (name, _), option in best.items()
-                    )
-                    if seconds < self.known:
-                        self.known, leader, fastest = seconds, one, best
+                if not all(one.options.values()):
+                    continue
+                best = {key: min(options, key=_price_of) for key, options in one.options.items()}
+                seconds = sum(
+                    self.looks.masks[name][1] * option.seconds for (name, _), option in best.items()
+                )
+                if seconds < self.known:
+                    self.known, leader, fastest = seconds, one, best
             estimates = {key: one for key, one in fastest.items() if one.is_estimate}
             if leader is None or not estimates:
                 return
