@@ -34,11 +34,10 @@ from megatron_cp.runtime.hardware import tell_of_other_hardware
 
 Rows = tuple[Tensor, ...]
 
-SOURCES: tuple["Source", ...] = ("own", "received")
-MAX_SESSIONS = 16  # compiled plans kept per process: micro-batches in flight, not history
-
-
 Source = Literal["own", "received"]
+SOURCES: tuple[Source, ...] = ("own", "received")
+
+MAX_SESSIONS = 16  # compiled plans kept per process: micro-batches in flight, not history
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ REFUSALS = (ValueError, TypeError, NotImplementedError)
 # Of processor time in one call. The slowest of 105,000 took .62 s on one core of a Xeon (2026-11-26); the rest is for
 # slower machines.
 MAX_SECONDS = 3
-MAX_BYTES = (
-    1 << 30
-)  # of address space, beyond that of this process before; the same calls took .18 GiB
+# Of address space, beyond that of this process before; the same calls took .18 GiB.
+MAX_BYTES = 1 << 30
 
 SMALL = masks.causal(12)
 SLICE = masks.MaskSlice(0, 4, 0, 4, None, 0)

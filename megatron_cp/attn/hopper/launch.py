@@ -26,9 +26,8 @@ from megatron_cp.kernels.params import FwdParams, TensorMap
 # Q query rows, K key rows, N query heads, G kv heads, H head dim, Hv value head dim
 
 PANEL_BYTES = 128  # of one row of a box: 64 columns of a 16-bit type, 32 of float
-SECTION_BYTES = (
-    32 << 20
-)  # what is to stay in the second-level cache while it is read again and again
+# What is to stay in the second-level cache while it is read again and again.
+SECTION_BYTES = 32 << 20
 _is_head_by_head: ContextVar[bool] = ContextVar("megatron_cp_head_by_head", default=False)
 MAX_TENSOR_MAPS = 4096
 BLOCKS_PER_SM = 8  # of kernels that only stream rows
