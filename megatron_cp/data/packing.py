@@ -302,7 +302,7 @@ class Packer:
 def packs_of_one_epoch(document_lengths: NDArray[np.int64], config: PackingConfig) -> list[Pack]:
     """Returns the packs of epoch 0 in order; with `split` without the last, incomplete one.
 
-    They serve evaluation, and planning a run on paper.
+    A run does not need them; they are for planning one on paper.
     """
     packer = Packer(document_lengths, config)
     if config.policy == "split":
