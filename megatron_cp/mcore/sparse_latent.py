@@ -66,7 +66,8 @@ class SparseCore(MegatronModule):
         picks = [*layers_that_pick(config), True]  # predictions, numbered behind the decoder, do
         self.indexer = Indexer(config) if picks[min(layer_number, len(picks)) - 1] else None
         self._picker = weakref.ref(self)
-        if not all(picks):
+        self._has_sharing = not all(picks)
+        if self._has_sharing:
             config.hetereogenous_dist_checkpoint = True  # layers have other tensors
         sizes = layers.attention_sizes(config, pg_collection.tp.size())
         self._plans = PlanFinder(config, max(1, layer_number), sizes, thd_split=thd_split)
@@ -173,7 +174,7 @@ class SparseCore(MegatronModule):
 
     def _share(self, picks: list[PickedKeys], params: Any) -> None:
         """Keeps what was picked for the layers behind."""
-        if all(layers_that_pick(self.config)):
+        if not self._has_sharing:
             return
         kept = _picks_of(params, self.config)
         self._of_first_run(picks, kept)

@@ -177,16 +177,9 @@ DEEPSEEK_V3 = Family(
     weights={
         "model": w.OUTER,
         "layer": w.LATENT_ATTENTION,
-        "dense layer": (
-            w.row(
-                "pre_mlp_layernorm.weight",
-                ("post_attention_layernorm.weight", "H"),
-                fused="mlp.linear_fc1.layer_norm_weight",
-            ),
-            *w.DENSE,
-        ),
+        "dense layer": w.DENSE_BEHIND_OWN_NORM,
         "expert layer": (
-            w.row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight", "H")),
+            *w.OWN_NORM_BEFORE_EXPERTS,
             *w.DEEPSEEK_ROUTER,
             *w.SHARED_EXPERTS,
         ),

@@ -78,16 +78,9 @@ KIMI_LINEAR = Family(
         "model": w.OUTER_ALONE,
         "layer": w.LATENT_ATTENTION,
         "linear layer": w.KIMI_DELTA_ATTENTION,
-        "dense layer": (
-            w.row(
-                "pre_mlp_layernorm.weight",
-                ("post_attention_layernorm.weight", "H"),
-                fused="mlp.linear_fc1.layer_norm_weight",
-            ),
-            *w.DENSE,
-        ),
+        "dense layer": w.DENSE_BEHIND_OWN_NORM,
         "expert layer": (
-            w.row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight", "H")),
+            *w.OWN_NORM_BEFORE_EXPERTS,
             *w.renamed((*w.DEEPSEEK_ROUTER, *w.SHARED_EXPERTS), "mlp.", _EXPERTS),
         ),
         "expert": w.MIXTRAL_EXPERTS,

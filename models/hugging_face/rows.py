@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -34,13 +34,12 @@ from megatron_cp.mcore.mixers import (
 )
 from megatron_cp.mcore.sparse_settings import is_sparse, layers_that_pick
 from megatron_cp.models.hugging_face.orders import Sizes
-from megatron_cp.models.hugging_face.sizes import sizes_of
+from megatron_cp.models.hugging_face.sizes import Arguments, sizes_of
 
 Place = Literal[
     "model", "layer", "index", "linear layer", "mamba layer", "dense layer", "expert layer", "expert", "stacked expert",
     "prediction layer",
 ]  # fmt: skip
-Arguments = dict[str, Any]
 LAYERS = "decoder.layers."
 PREDICTIONS = "mtp.layers."
 HF_LAYERS = "model.layers."

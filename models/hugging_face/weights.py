@@ -250,6 +250,18 @@ DENSE = (
     row("mlp.linear_fc2.weight", ("mlp.down_proj.weight", "HF")),
 )
 JOINED_DENSE = (row("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight", "fH")), DENSE[1])
+# The same where the norm before the MLP is a module of its own in local layers.
+DENSE_BEHIND_OWN_NORM = (
+    row(
+        "pre_mlp_layernorm.weight",
+        ("post_attention_layernorm.weight", "H"),
+        fused="mlp.linear_fc1.layer_norm_weight",
+    ),
+    *DENSE,
+)
+OWN_NORM_BEFORE_EXPERTS = (
+    row("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight", "H")),
+)
 # The local layer spec stores the norm before experts under the name that a dense layer has with
 # Transformer Engine; Transformer Engine's spec does not fuse it there.
 EXPERT_NORM = (

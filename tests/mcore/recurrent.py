@@ -4,6 +4,7 @@ import torch
 
 from tests.mcore.tiny_gpt import Case, parallel_state
 from tests.oracles.plans import tokens_of
+from tests.ranks import run_on_ranks
 
 HIDDEN = 64
 LENGTHS = (37, 1, 5, 50, 3)  # 96 tokens: no row is padding on 1, 2, 3 or 4 ranks
@@ -74,6 +75,30 @@ def run_stream(rank, world_size, build):
         return folded.detach(), layer(x, packed_seq_params=params)[0].detach()
 
 
+def assert_samples_stay_apart(build):
+    """Without parameters the samples share one plan, and the layer takes them for more heads."""
+    both = run_on_ranks(2, run_in_batch, build, [0, 1], timeout=110)
+    for sample in (0, 1):
+        alone = run_on_ranks(2, run_in_batch, build, [sample], timeout=110)
+        for two, one in zip(both, alone, strict=True):
+            torch.testing.assert_close(two[:, [sample]], one, rtol=0, atol=1e-6)
+
+
+def assert_stream_lies_column_by_column(build):
+    """Samples of one stream give what the stream gives."""
+    ((folded, plain),) = run_on_ranks(1, run_stream, build, timeout=110)
+    torch.testing.assert_close(folded.transpose(0, 1).reshape(96, 1, HIDDEN), plain)
+
+
+def assert_starts_alike(build, join, of_heads):
+    """Weights start the same on two tensor ranks; those of the name `of_heads` are other ones on each."""
+    (alone,) = run_on_ranks(1, run_layer, build, Case(), "auto", timeout=110)
+    pair = run_on_ranks(2, run_layer, build, Case(tp=2), "auto", timeout=110)
+    for name, weight in alone[3].items():
+        assert torch.equal(join([r[3] for r in pair], name), weight), name
+    assert not torch.equal(pair[0][3][of_heads], pair[1][3][of_heads])
+
+
 def refusal(rank, world_size, build, mask_name, options):
     """Why a layer with these options, or its pass over 12 tokens under a mask, is refused; None if it is not."""
     with parallel_state(Case()):
@@ -120,6 +145,12 @@ def in_order(ranks, case: Case):
 def assert_near(ours, wanted):
     """Ours is fp32: some hundred roundings, at the size of the largest number."""
     assert (ours.double() - wanted).abs().max() <= 3e-6 * wanted.abs().max()
+
+
+def parts_on_ranks(rank, world_size, build):
+    """Parts of the checkpoint of a layer that lies on all ranks as tensor ranks."""
+    with parallel_state(Case(tp=world_size)):
+        return parts_of_checkpoint(build(Case(tp=world_size)))
 
 
 def parts_of_checkpoint(layer):

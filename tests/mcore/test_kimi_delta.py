@@ -9,13 +9,14 @@ from tests.mcore.recurrent import (
     HIDDEN,
     LENGTHS,
     assert_near,
+    assert_samples_stay_apart,
+    assert_starts_alike,
+    assert_stream_lies_column_by_column,
     in_order,
     joined,
-    parts_of_checkpoint,
+    parts_on_ranks,
     rows_and_upstream,
-    run_in_batch,
     run_layer,
-    run_stream,
 )
 from tests.mcore.tiny_gpt import Case, make_config, parallel_state
 from tests.oracles.kimi_delta import layer_by_recurrence, layer_of_transformers
@@ -123,34 +124,19 @@ def test_the_recurrence_is_that_of_transformers():
 
 
 def test_weights_start_the_same_on_any_tensor_parallel_ranks():
-    (alone,) = run_on_ranks(1, run, Case(), "auto", timeout=110)
-    pair = run_on_ranks(2, run, Case(tp=2), "auto", timeout=110)
-    for name, weight in alone[3].items():
-        assert torch.equal(join([r[3] for r in pair], name), weight), name
-    assert not torch.equal(pair[0][3]["dt_bias"], pair[1][3]["dt_bias"])
+    assert_starts_alike(build_layer, join, "dt_bias")
 
 
 def test_samples_of_megatron_batches_do_not_see_each_other():
-    """Without parameters the samples share one plan, and the layer takes them for more heads."""
-    both = run_on_ranks(2, run_in_batch, build_layer, [0, 1], timeout=110)
-    for sample in (0, 1):
-        alone = run_on_ranks(2, run_in_batch, build_layer, [sample], timeout=110)
-        for two, one in zip(both, alone, strict=True):
-            torch.testing.assert_close(two[:, [sample]], one, rtol=0, atol=1e-6)
+    assert_samples_stay_apart(build_layer)
 
 
 def test_samples_of_one_stream_lie_column_by_column():
-    ((folded, plain),) = run_on_ranks(1, run_stream, build_layer, timeout=110)
-    torch.testing.assert_close(folded.transpose(0, 1).reshape(96, 1, HIDDEN), plain)
-
-
-def _parts(rank, world_size):
-    with parallel_state(Case(tp=world_size)):
-        return parts_of_checkpoint(build_layer(Case(tp=world_size)))
+    assert_stream_lies_column_by_column(build_layer)
 
 
 def test_every_section_of_a_weight_is_saved_by_itself():
-    alone, of_two = run_on_ranks(1, _parts)[0], run_on_ranks(2, _parts)[0]
+    alone, of_two = (run_on_ranks(tp, parts_on_ranks, build_layer)[0] for tp in (1, 2))
     assert alone.keys() == of_two.keys()
     shapes = {key: shape for key, (_, shape) in of_two.items() if "_extra_state" not in key}
     assert shapes["x.in_proj.weight.forget"] == (VALUES, HIDDEN)

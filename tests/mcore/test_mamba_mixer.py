@@ -9,15 +9,16 @@ from tests.mcore.recurrent import (
     HIDDEN,
     LENGTHS,
     assert_near,
+    assert_samples_stay_apart,
+    assert_starts_alike,
+    assert_stream_lies_column_by_column,
     in_order,
     joined,
     params_of,
     parts_of_checkpoint,
     refusal,
     rows_and_upstream,
-    run_in_batch,
     run_layer,
-    run_stream,
 )
 from tests.mcore.tiny_gpt import Case, make_config, parallel_state
 from tests.oracles.mamba import mixed_by_recurrence, mixer_of_transformers
@@ -173,12 +174,9 @@ def test_what_is_computed_twice_is_not_kept_and_the_same():
 
 
 def test_weights_start_the_same_on_any_tensor_parallel_ranks():
-    (alone,) = run_on_ranks(1, run_layer, build_mixer, Case(), "auto", timeout=110)
-    pair = run_on_ranks(2, run_layer, build_mixer, Case(tp=2), "auto", timeout=110)
-    for name, weight in alone[3].items():
-        both = joined([r[3] for r in pair], name, SECTIONS.get(name))
-        assert torch.equal(both, weight), name
-    assert not torch.equal(pair[0][3]["A_log"], pair[1][3]["A_log"])
+    assert_starts_alike(
+        build_mixer, lambda parts, name: joined(parts, name, SECTIONS.get(name)), "A_log"
+    )
 
 
 def fresh(rank, world_size):
@@ -222,16 +220,11 @@ def test_the_norm_of_every_kind_of_layer_has_the_models_epsilon():
 
 
 def test_samples_of_megatron_batches_do_not_see_each_other():
-    both = run_on_ranks(2, run_in_batch, build_mixer, [0, 1], timeout=110)
-    for sample in (0, 1):
-        alone = run_on_ranks(2, run_in_batch, build_mixer, [sample], timeout=110)
-        for two, one in zip(both, alone, strict=True):
-            torch.testing.assert_close(two[:, [sample]], one, rtol=0, atol=1e-6)
+    assert_samples_stay_apart(build_mixer)
 
 
 def test_samples_of_one_stream_lie_column_by_column():
-    ((folded, plain),) = run_on_ranks(1, run_stream, build_mixer, timeout=110)
-    torch.testing.assert_close(folded.transpose(0, 1).reshape(96, 1, HIDDEN), plain)
+    assert_stream_lies_column_by_column(build_mixer)
 
 
 def keys_of_checkpoint(rank, world_size, case: Case):

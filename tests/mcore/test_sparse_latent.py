@@ -11,7 +11,7 @@ from tests.mcore.recurrent import (
     assert_near,
     in_order,
     params_of,
-    parts_of_checkpoint,
+    parts_on_ranks,
     rows_and_upstream,
 )
 from tests.mcore.tiny_gpt import Case, make_config, parallel_state
@@ -298,13 +298,8 @@ def test_weights_are_read_after_the_hooks_that_gather_them():
     assert torch.equal(gathered, whole)
 
 
-def parts(rank, world_size):
-    with parallel_state(Case(tp=world_size)):
-        return parts_of_checkpoint(build_layer(Case(tp=world_size)))
-
-
 def test_checkpoints_name_and_cut_tensors_as_megatrons():
-    alone, of_two = run_on_ranks(1, parts)[0], run_on_ranks(2, parts)[0]
+    alone, of_two = (run_on_ranks(tp, parts_on_ranks, build_layer)[0] for tp in (1, 2))
     assert alone.keys() == of_two.keys()
     tensors = {key: shape for key, (_, shape) in of_two.items() if "_extra_state" not in key}
     assert tensors == {

@@ -43,6 +43,16 @@ _DEEPSEEK = {
     "v_head_dim": 12,
 }
 _INDEX = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 9}
+_GLM_5 = {
+    **_DEEPSEEK,
+    **_INDEX,
+    "q_lora_rank": 24,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 
 HYBRID = [*["linear_attention"] * 3, "full_attention"]
 _DELTA_NETS = {
@@ -287,32 +297,10 @@ MODELS = {
             "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
         },
     ),
-    "glm_moe_dsa": Tiny(
-        "GlmMoeDsa",
-        {
-            **_DEEPSEEK,
-            **_INDEX,
-            "q_lora_rank": 24,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
-    ),
+    "glm_moe_dsa": Tiny("GlmMoeDsa", _GLM_5),
     "glm_moe_dsa_shared": Tiny(
         "GlmMoeDsa",
-        {
-            **_DEEPSEEK,
-            **_INDEX,
-            "q_lora_rank": 24,
-            "n_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "rms_norm_eps": 1e-5,
-            "indexer_types": ["full", "shared", "full"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
+        {**_GLM_5, "indexer_types": ["full", "shared", "full"]},
     ),
     "kimi_linear": Tiny(
         "KimiLinear",
