@@ -185,8 +185,8 @@ class SparseCore(MegatronModule):
         if params is None and is_checkpointing():
             raise NotImplementedError(
                 "recomputed layers that share picked keys (dsa_indexer_topk_freq) need packed_seq_params, which tell "
-                "micro-batches apart; recompute no layers (the same results), or give documents (--reset-attention-mask, "
-                "another mask)"
+                "micro-batches apart; recompute no layers (the same results), or give documents "
+                "(--reset-attention-mask, another mask)"
             )
         kept = _picks_of(params, self.config)
         picks = kept.get(id(self._picker()))
