@@ -3,7 +3,8 @@
     config_file.py                    config.json as Megatron-LM's arguments, and back
     settings.py, rope_settings.py     the tables for it
     rows.py, orders.py                tables of weights: names, and how tensors are joined and cut
-    families.py, qwen.py, nemotron.py the families' tables and settings; what they have in common: common.py
+    families.py                       the families' tables and settings, some in files of their own: deepseek.py,
+                                      qwen.py, kimi.py, nemotron.py; what they have in common: common.py
     safetensors_folder.py             Hugging Face folders
     torch_dist_folder.py              Megatron folders
     checks.py, convert.py             the two directions

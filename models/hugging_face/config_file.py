@@ -12,6 +12,7 @@ from megatron_cp.mcore.layer_patterns import PATTERNS, layer_pattern
 from megatron_cp.models.hugging_face.families import FAMILIES
 from megatron_cp.models.hugging_face.family import Family
 from megatron_cp.models.hugging_face.refusal import ConversionError, listing, refuse
+from megatron_cp.models.hugging_face.rope_settings import without_images
 from megatron_cp.models.hugging_face.settings import Arguments, Config
 
 # What does not change the weights or what they compute. Duplicates of a key that is read
@@ -79,6 +80,14 @@ def read_config_file(folder: Path) -> dict[str, Any]:
             f"{path} holds a {type(config).__name__}; it must be one object; download it again"
         )
     return config
+
+
+def config_alone(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json of a language model of the family as transformers reads it alone."""
+    if family.alone is None:
+        return config
+    own = {"model_type": family.alone.model_type, "architectures": [family.alone.architecture]}
+    return without_images(config) | own
 
 
 def family_of(config: Config) -> Family:

@@ -24,6 +24,7 @@ from megatron_cp.models.hugging_face import safetensors_folder as hf
 from megatron_cp.models.hugging_face import torch_dist_folder as megatron
 from megatron_cp.models.hugging_face.config_file import (
     arguments_of,
+    config_alone,
     config_of,
     disagreements,
     family_of,
@@ -93,7 +94,7 @@ def to_megatron(request: Request) -> Report:
     arguments = checks.with_stored_predictions(
         arguments, reader.infos, family.first_prediction(arguments), request.leave_out
     )
-    pieces = family.pieces(arguments, names=reader.infos.keys())
+    pieces = family.pieces(arguments, shapes=reader.shapes())
     of_images = family.wrapper.images if family.wrapper else ()
     dtypes, left = checks.check_sources(reader.infos, pieces, request.leave_out, of_images)
     checks.check_copy_of_tied(reader, left)
@@ -117,7 +118,7 @@ def to_megatron(request: Request) -> Report:
             megatron.write_common(folder, common)
         (root / megatron.CARRIED).mkdir()
         carried, left_files = hf.carry_files(request.load, root / megatron.CARRIED)
-        _write_config(root / megatron.CARRIED, config)  # of the language model alone
+        _write_config(root / megatron.CARRIED, config_alone(family, config))
         (root / megatron.TRACKER).write_text(str(ITERATION), encoding="utf-8")
     return Report(
         arguments=arguments,
@@ -156,7 +157,7 @@ def to_hugging_face(request: Request) -> Report:
         )
     whole = _model_for_images(source, family)
     by_layer = any(key.startswith(f"{LAYERS}self_attention.") for key in reader.tensors)
-    pieces = family.pieces(arguments, by_layer=by_layer, names=whole.infos.keys() if whole else ())
+    pieces = family.pieces(arguments, by_layer=by_layer, shapes=whole.shapes() if whole else None)
     stored, left = checks.check_stored(reader, pieces, request.leave_out)
     specs, images = dict(_specs(stored)), {}
     if whole is not None and family.wrapper is not None:
@@ -218,7 +219,8 @@ def _config_for(request: Request, source: Path, saved: Arguments) -> dict[str, A
                 f"{source / 'config.json'}, which is used where it is; leave out --family, or remove the file"
             )
         return config
-    return config_of(FAMILIES[request.family], saved)
+    family = FAMILIES[request.family]
+    return config_of(family.alone or family, saved)
 
 
 def _tensors(

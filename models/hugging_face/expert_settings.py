@@ -188,4 +188,34 @@ GROUPS = Setting(
         "topk_group": arguments["moe_router_group_topk"] or 1,
     },
 )
+
+
+def _greedy_groups_from_config(config: Config) -> Arguments:
+    """Groups are chosen by their best expert; of as many as Megatron-Core takes of each, it takes the sum."""
+    method, top_k = config.get("topk_method", "greedy"), config["num_experts_per_tok"]
+    if method == "greedy":
+        return {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    if method != "group_limited_greedy":
+        raise NotImplementedError(
+            f"topk_method={method!r} in config.json is not served; this family has 'greedy' and "
+            "'group_limited_greedy'; convert a model with one of these"
+        )
+    groups, chosen = config["n_group"], config["topk_group"]
+    if top_k // chosen != 1:
+        raise NotImplementedError(
+            f"num_experts_per_tok={top_k} with topk_group={chosen} of topk_method={method!r} in config.json is not "
+            "served; Megatron-Core ranks groups by as many experts as it takes of each, and this family by one; "
+            "convert a model of topk_method='greedy'"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+
+
+GREEDY_GROUPS = Setting(
+    keys=("topk_method", *GROUPS.keys),
+    to_arguments=_greedy_groups_from_config,
+    to_config=lambda arguments: {
+        "topk_method": "group_limited_greedy" if arguments["moe_router_num_groups"] else "greedy",
+        **GROUPS.to_config(arguments),
+    },
+)
 ROUTED_SCALING = same("routed_scaling_factor", "moe_router_topk_scaling_factor")

@@ -20,6 +20,14 @@ from megatron_cp.models.hugging_face.common import (
     PLAIN,
     SHAPE,
 )
+from megatron_cp.models.hugging_face.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_MOE_LITE,
+    GLM_MOE_DSA,
+    KIMI_K2,
+)
 from megatron_cp.models.hugging_face.family import Family, Wrapper
 from megatron_cp.models.hugging_face.kimi import KIMI_LINEAR
 from megatron_cp.models.hugging_face.nemotron import NEMOTRON_H
@@ -31,6 +39,8 @@ from megatron_cp.models.hugging_face.qwen import (
     QWEN3_5_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
 )
 
 LLAMA = Family(
@@ -90,6 +100,30 @@ SMOLLM3 = Family(
     constants=LLAMA_LIKE,
     only=PLAIN | NO_BIAS | NO_WINDOW,
 )
+SEED_OSS = Family(
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    weights=QWEN2.weights,
+    settings=(*SHAPE, rope.ROPE),
+    constants=LLAMA_LIKE | {"add_qkv_bias": True},
+    only={key: values for key, values in PLAIN.items() if key != "attention_dropout"}
+    | {
+        "attention_bias": (True, None),
+        "attention_out_bias": (False, None),
+        "mlp_bias": (False, None),
+    },
+    # What training drops is said by its flags.
+    changes_nothing=frozenset({"attention_dropout", "residual_dropout"}),
+)
+ARCEE = Family(
+    model_type="arcee",
+    architecture="ArceeForCausalLM",
+    weights={**LLAMA.weights, "dense layer": (*w.DENSE_NORM, *w.UNGATED_DENSE)},
+    settings=(*SHAPE, rope.ROPE),
+    constants=LLAMA_LIKE | {"swiglu": False, "squared_relu": True},
+    only=PLAIN | NO_BIAS | {"hidden_act": ("relu2",)},
+    always={"hidden_act": "relu2"},
+)
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
@@ -107,13 +141,85 @@ GLM4_MOE = Family(
     },
     settings=(
         *SHAPE,
-        rope.partial_rope(0.5),
+        rope.HALF_ROPE,
         s.QKV_BIASES,
         s.QK_NORMS,
         *EXPERTS_BEHIND_DENSE_LAYERS,
     ),
     constants=LLAMA_LIKE | EXPERTS_BY_SIGMOID,
     only=ANY_SHARE_ROTATES | {"norm_topk_prob": (True,)},
+)
+GLM4V_MOE = replace(
+    GLM4_MOE,
+    model_type="glm4v_moe_text",
+    wrapper=Wrapper(
+        model_type="glm4v_moe",
+        names=(("model.language_model.", "model."),),
+        images=("model.visual.",),
+    ),
+    alone=GLM4_MOE,
+    settings=tuple(
+        rope.HALF_ROPE_OF_TEXTS if setting is rope.HALF_ROPE else setting
+        for setting in GLM4_MOE.settings
+    ),
+)
+SOLAR_OPEN = Family(
+    model_type="solar_open",
+    architecture="SolarOpenForCausalLM",
+    weights={
+        "model": w.OUTER,
+        "layer": w.ATTENTION,
+        "expert layer": (*w.EXPERT_NORM, *w.DEEPSEEK_ROUTER, *w.SHARED_EXPERTS),
+        "expert": w.QWEN_EXPERTS,
+    },
+    settings=(
+        *s.SIZES_OF_EXPERTS_ALONE,
+        s.TIED,
+        experts.NO_DENSE_LAYERS,
+        rope.ROPE,
+        experts.ROUTED_EXPERTS,
+        experts.TOP_K,
+        experts.EXPERT_WIDTH,
+        experts.SHARED_WIDTH,
+        experts.GROUPS,
+        experts.ROUTED_SCALING,
+    ),
+    constants=LLAMA_LIKE | EXPERTS_BY_SIGMOID | {"moe_layer_freq": 1},
+    only=PLAIN
+    | NO_BIAS
+    | {
+        "norm_topk_prob": (True,),
+        "first_k_dense_replace": (0, None),
+        "use_qk_norm": (False, None),
+    },
+)
+HY_V3 = Family(
+    model_type="hy_v3",
+    architecture="HYV3ForCausalLM",
+    weights={
+        "model": w.OUTER,
+        "layer": (*w.ATTENTION, *w.QK_NORM),
+        "dense layer": (*w.DENSE_NORM, *w.DENSE),
+        "expert layer": (*w.EXPERT_NORM, *w.HUNYUAN_ROUTER, *w.HUNYUAN_SHARED_EXPERTS),
+        "expert": w.QWEN_EXPERTS,
+    },
+    settings=(
+        *SHAPE,
+        rope.ROPE,
+        experts.NUM_EXPERTS_ALONE,
+        experts.TOP_K,
+        experts.EXPERT_WIDTH,
+        experts.NAMED_LAYERS,
+        experts.SHARED_WIDTH,
+        experts.ROUTED_SCALING,
+    ),
+    constants=LLAMA_LIKE | EXPERTS_BY_SIGMOID | {"qk_layernorm": True},
+    only=PLAIN | NO_BIAS,
+    words={
+        "num_shared_experts": "n_shared_experts",
+        "router_scaling_factor": "routed_scaling_factor",
+    },
+    changes_nothing=frozenset({"enable_moe_fp32_combine"}),  # a sum's precision
 )
 MIXTRAL = Family(
     model_type="mixtral",
@@ -171,99 +277,6 @@ GPT_OSS = Family(
     },
     only=PLAIN | {"attention_bias": (True, None), "swiglu_alpha": (1.702, None)},
 )
-DEEPSEEK_V3 = Family(
-    model_type="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
-    weights={
-        "model": w.OUTER,
-        "layer": w.LATENT_ATTENTION,
-        "dense layer": w.DENSE_BEHIND_OWN_NORM,
-        "expert layer": (
-            *w.OWN_NORM_BEFORE_EXPERTS,
-            *w.DEEPSEEK_ROUTER,
-            *w.SHARED_EXPERTS,
-        ),
-        "expert": w.QWEN_EXPERTS,
-        "prediction layer": w.PREDICTION,
-    },
-    settings=(
-        *s.LATENT_SIZES,
-        s.TIED,
-        rope.LATENT_ROPE,
-        *EXPERTS_BEHIND_DENSE_LAYERS,
-    ),
-    constants=LLAMA_LIKE
-    | EXPERTS_BY_SIGMOID
-    | {"multi_latent_attention": True, "qk_layernorm": True},
-    only=PLAIN
-    | NO_BIAS
-    | {
-        "rope_interleave": (True,),
-        "norm_topk_prob": (True,),
-        "scoring_func": ("sigmoid", None),
-        "topk_method": ("noaux_tc", None),
-        "moe_layer_freq": (1, None),
-        # The norms inside the attention have 1e-6 whatever the configuration says.
-        "rms_norm_eps": (1e-6,),
-    },
-)
-# Published under a name of its own, so that programs tell it from DeepSeek-V3; transformers has no class for the name.
-KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
-# transformers takes 1e-6 for the norms inside its attention, other programs the configuration's, as Megatron-Core does.
-GLM4_MOE_LITE = replace(
-    DEEPSEEK_V3,
-    model_type="glm4_moe_lite",
-    architecture="Glm4MoeLiteForCausalLM",
-    settings=tuple(
-        experts.NAMED_LAYERS if setting is experts.FIRST_DENSE_LAYERS else setting
-        for setting in DEEPSEEK_V3.settings
-    ),
-    only={key: values for key, values in DEEPSEEK_V3.only.items() if key != "rms_norm_eps"},
-)
-_SPARSE = {
-    "experimental_attention_variant": "dsa",
-    "dsa_indexer_scoring_relu": True,
-    "dsa_indexer_rope_interleaved": False,
-    "dsa_indexer_k_norm_epsilon": 1e-6,
-}
-_EVERY_LAYER_PICKS = {
-    "layer_types": (None, "indexed_attention"),
-    "indexer_types": (None, "full"),
-    "index_topk_freq": (1, None),
-    "index_topk_pattern": (None,),
-}
-DEEPSEEK_V32 = replace(
-    DEEPSEEK_V3,
-    model_type="deepseek_v32",
-    architecture="DeepseekV32ForCausalLM",
-    weights={**DEEPSEEK_V3.weights, "index": w.INDEX},
-    settings=(
-        *(
-            experts.COUNTED_LAYERS if setting is experts.FIRST_DENSE_LAYERS else setting
-            for setting in DEEPSEEK_V3.settings
-        ),
-        *s.INDEX_SIZES,
-    ),
-    constants={**DEEPSEEK_V3.constants, **_SPARSE},
-    only={**DEEPSEEK_V3.only, **_EVERY_LAYER_PICKS, "rope_interleave": (True, None)},
-)
-# Its norms as those of GLM-4.7-Flash.
-GLM_MOE_DSA = replace(
-    DEEPSEEK_V32,
-    model_type="glm_moe_dsa",
-    architecture="GlmMoeDsaForCausalLM",
-    settings=(*DEEPSEEK_V32.settings, s.SHARED_PICKS),
-    constants={**DEEPSEEK_V32.constants, "dsa_indexer_rope_interleaved": True},
-    only={
-        **{
-            key: values
-            for key, values in DEEPSEEK_V32.only.items()
-            if key not in ("rms_norm_eps", *s.SHARED_PICKS.keys)
-        },
-        "indexer_rope_interleave": (True, None),
-    },
-)
-
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -272,17 +285,25 @@ FAMILIES: dict[str, Family] = {
         MINISTRAL3,
         PHI3,
         SMOLLM3,
+        SEED_OSS,
+        ARCEE,
         QWEN2,
         QWEN2_MOE,
         QWEN3,
         QWEN3_MOE,
+        QWEN3_VL,
+        QWEN3_VL_MOE,
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        GLM4V_MOE,
+        SOLAR_OPEN,
+        HY_V3,
         MIXTRAL,
         GPT_OSS,
+        DEEPSEEK_V2,
         DEEPSEEK_V3,
         DEEPSEEK_V32,
         GLM_MOE_DSA,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron_cp.models.hugging_face.rows import (
     Piece,
     Place,
     Row,
+    Shapes,
     pieces_of,
 )
 
@@ -54,13 +55,15 @@ class Family:
     """Keys of its config.json that have other names in the settings, and those."""
     wrapper: Wrapper | None = None
     """The models for images too, of which these are the language models."""
+    alone: Family | None = None
+    """As whose models these are written by themselves, where transformers has no class for them."""
 
     def pieces(
         self,
         arguments: dict[str, Any],
         *,
         by_layer: bool | None = None,
-        names: Collection[str] = (),
+        shapes: Shapes | None = None,
     ) -> list[Piece]:
         """Returns every piece of a model of the family; arguments as in `pieces_of`."""
         pieces = pieces_of(
@@ -69,7 +72,7 @@ class Family:
             by_layer=by_layer,
             predictions_at=self.predictions_at,
             layers_at=self.layers_at,
-            names=names,
+            shapes=shapes,
         )
         return list(pieces)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_cp.models.hugging_face import expert_settings as experts
 from megatron_cp.models.hugging_face import rope_settings as rope
 from megatron_cp.models.hugging_face import settings as s
@@ -92,6 +94,34 @@ QWEN3_MOE = Family(
     constants=LLAMA_LIKE | EXPERTS_AFTER_SOFTMAX | {"qk_layernorm": True},
     only=PLAIN | NO_WINDOW | NO_BIAS,
 )
+
+
+def _images_too(model_type: str) -> Wrapper:
+    names = (("model.language_model.", "model."),)
+    return Wrapper(model_type=model_type, names=names, images=("model.visual.",))
+
+
+QWEN3_VL = replace(
+    QWEN3,
+    model_type="qwen3_vl_text",
+    wrapper=_images_too("qwen3_vl"),
+    alone=QWEN3,
+    settings=(*SHAPE, rope.ROPE_OF_TEXTS),
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    model_type="qwen3_vl_moe_text",
+    wrapper=_images_too("qwen3_vl_moe"),
+    alone=QWEN3_MOE,
+    weights={
+        **QWEN3_MOE.weights,
+        "stacked expert": w.STACKED_EXPERTS,
+        "turned stacked expert": w.TURNED_STACKED_EXPERTS,
+    },
+    settings=tuple(
+        rope.ROPE_OF_TEXTS if setting is rope.ROPE else setting for setting in QWEN3_MOE.settings
+    ),
+)
 _QWEN_LINEAR: Tables = {
     "model": w.OUTER_ALONE,
     "layer": w.GATED_ATTENTION,
@@ -143,13 +173,6 @@ _ONLY_OF_QWEN3_5 = (
         "mtp_use_dedicated_embeddings": (False, None),
     }
 )
-
-
-def _images_too(model_type: str) -> Wrapper:
-    names = (("model.language_model.", "model."),)
-    return Wrapper(model_type=model_type, names=names, images=("model.visual.",))
-
-
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
     wrapper=_images_too("qwen3_5"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_cp.models.hugging_face.settings import Arguments, Config, Keys, Setting
@@ -92,8 +93,11 @@ _LLAMA3 = {
 }
 
 
-def _rope_from_config(config: Config) -> Arguments:
+def _rope_from_config(config: Config, ignored: tuple[str, ...] = ()) -> Arguments:
     theta, kind, said = _rope(config)
+    said = {name: value for name, value in said.items() if name not in ignored}
+    if kind == "yarn":
+        return _yarn_arguments(theta, said)
     arguments = {
         "position_embedding_type": "rope",
         "rotary_base": theta,
@@ -101,7 +105,7 @@ def _rope_from_config(config: Config) -> Arguments:
         "use_rope_scaling": kind == "llama3",
     }
     if kind not in ("default", "llama3"):
-        raise _unknown_rope(kind, "'default' and 'llama3'")
+        raise _unknown_rope(kind, "'default', 'llama3' and 'yarn'")
     _take(said, {"factor": (), **_LLAMA3} if kind == "llama3" else {}, kind)
     if kind == "llama3":
         numbers = Keys(said)
@@ -112,6 +116,8 @@ def _rope_from_config(config: Config) -> Arguments:
 
 
 def _rope_to_config(arguments: Arguments) -> dict[str, Any]:
+    if arguments["position_embedding_type"] == "yarn":
+        return YARN.to_config(arguments)
     scaling = None
     if arguments["use_rope_scaling"]:
         numbers = {name: values[0] for name, values in _LLAMA3.items()}
@@ -124,6 +130,17 @@ ROPE = Setting(keys=_ROPE_KEYS, to_arguments=_rope_from_config, to_config=_rope_
 
 # A text's tokens have one position: how pairs are dealt to time, height and width changes nothing.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
+ROPE_OF_TEXTS = replace(ROPE, to_arguments=lambda config: _rope_from_config(config, _OF_IMAGES))
+
+
+def without_images(config: Config) -> dict[str, Any]:
+    """Returns the configuration without what is said of positions in images."""
+    return {
+        key: {name: one for name, one in value.items() if name not in _OF_IMAGES}
+        if key in _ROPE_KEYS and isinstance(value, Mapping)
+        else value
+        for key, value in config.items()
+    }
 
 
 def partial_rope(default_share: float, ignored: tuple[str, ...] = ()) -> Setting:
@@ -155,6 +172,8 @@ def partial_rope(default_share: float, ignored: tuple[str, ...] = ()) -> Setting
 
 
 PARTIAL_ROPE_OF_TEXTS = partial_rope(0.25, _OF_IMAGES)
+HALF_ROPE = partial_rope(0.5)
+HALF_ROPE_OF_TEXTS = partial_rope(0.5, _OF_IMAGES)
 
 _YARN = {
     "factor": "rotary_scaling_factor",

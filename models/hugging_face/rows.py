@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -38,7 +38,7 @@ from megatron_cp.models.hugging_face.sizes import Arguments, sizes_of
 
 Place = Literal[
     "model", "layer", "index", "linear layer", "mamba layer", "dense layer", "expert layer", "expert", "stacked expert",
-    "prediction layer",
+    "turned stacked expert", "prediction layer",
 ]  # fmt: skip
 LAYERS = "decoder.layers."
 PREDICTIONS = "mtp.layers."
@@ -48,6 +48,8 @@ BEHIND_THE_OTHERS = (f"{HF_LAYERS}{{behind}}.",) * 2
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 """The places of a piece on the axes in front of it that number layers and experts, and their sizes."""
 _NO_AXES: Axes = ((), ())
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of tensors by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ def pieces_of(
     by_layer: bool | None = None,
     predictions_at: tuple[str, str] = BEHIND_THE_OTHERS,
     layers_at: str = HF_LAYERS,
-    names: Collection[str] = (),
+    shapes: Shapes | None = None,
 ) -> Iterator[Piece]:
     """Yields every piece of the model: outer ones, then layer by layer.
 
@@ -175,10 +177,10 @@ def pieces_of(
         by_layer: whether tensors carry an axis for the layer; None as Megatron-Core would.
         predictions_at: where Hugging Face has prediction layers.
         layers_at: how it begins the names of the other layers' tensors, before the number.
-        names: tensors of a Hugging Face folder, which tell whether a layer's experts are stacked there; none are
-            where they are unknown.
+        shapes: of the tensors of a Hugging Face folder, which tell whether a layer's experts are stacked there, and
+            how; none are where they are unknown.
     """
-    sizes = sizes_of(arguments)
+    sizes, shapes = sizes_of(arguments), shapes or {}
     stacked = is_stacked_by_layer(arguments) if by_layer is None else by_layer
     num_layers, num_predictions = arguments["num_layers"], arguments.get("mtp_num_layers") or 0
     predictions = [
@@ -195,7 +197,7 @@ def pieces_of(
         if stacked:
             prefix, axes = LAYERS, ((layer,), (num_layers,))
         places = (prefix, f"{layers_at}{layer}.")
-        yield from _layer_pieces(tables, arguments, names, parts, places, axes)
+        yield from _layer_pieces(tables, arguments, shapes, parts, places, axes)
     if "index" in tables and "index" not in parts:
         parts = [*parts, "index"]
     for number, (outer, inner) in enumerate(
@@ -205,7 +207,7 @@ def pieces_of(
         for row in _rows(tables, "prediction layer", arguments):
             yield _piece(row, prefix, outer, sizes)
         places = (f"{prefix}transformer_layer.", inner)
-        yield from _layer_pieces(tables, arguments, names, parts, places, _NO_AXES)
+        yield from _layer_pieces(tables, arguments, shapes, parts, places, _NO_AXES)
 
 
 _MIXERS: dict[str, Place] = {
@@ -238,7 +240,7 @@ def _parts_of_layers(arguments: Arguments) -> Iterator[list[Place]]:
 def _layer_pieces(
     tables: Mapping[Place, tuple[Row, ...]],
     arguments: Arguments,
-    names: Collection[str],
+    shapes: Shapes,
     parts: Sequence[Place],
     prefixes: tuple[str, str],
     axes: Axes,
@@ -249,10 +251,26 @@ def _layer_pieces(
         for row in _rows(tables, part, arguments):
             yield _piece(row, *prefixes, sizes, axes)
     if "expert layer" in parts:
-        stacked = _rows(tables, "stacked expert", arguments)
-        is_stacked = any(prefixes[1] + name in names for row in stacked for name, _ in row.hf)
-        rows = stacked if is_stacked else _rows(tables, "expert", arguments)
+        rows = _expert_rows(tables, arguments, shapes, prefixes[1])
         yield from _expert_pieces(rows, sizes, prefixes, axes)
+
+
+def _expert_rows(
+    tables: Mapping[Place, tuple[Row, ...]], arguments: Arguments, shapes: Shapes, hf_prefix: str
+) -> list[Row]:
+    """Returns the rows of a layer's experts: of stacked ones where they are stacked, turned where they lie turned."""
+    sizes = sizes_of(arguments)
+    stacked = _rows(tables, "stacked expert", arguments)
+    found = [
+        (shapes.get(hf_prefix + name), (sizes["E"], *(sizes[letter] for letter in text)))
+        for row in stacked
+        for name, text in row.hf
+    ]
+    if not any(shape for shape, _ in found):
+        return _rows(tables, "expert", arguments)
+    turned = _rows(tables, "turned stacked expert", arguments)
+    is_turned = all(shape == (first, last, middle) for shape, (first, middle, last) in found)
+    return turned if turned and is_turned else stacked
 
 
 def _piece(row: Row, prefix: str, hf_prefix: str, sizes: Sizes, axes: Axes = _NO_AXES) -> Piece:

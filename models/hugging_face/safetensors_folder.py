@@ -101,6 +101,10 @@ class SafetensorsReader:
         of_whole = (old + name[len(new) :] for old, new in self._names if name.startswith(new))
         return self._stored_names.get(name) or next(of_whole, name)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of each tensor."""
+        return {name: info.shape for name, info in self.infos.items()}
+
     def unread_files(self) -> list[str]:
         """Returns the names of files of weights that no tensor is read from."""
         used = {info.file for info in self.infos.values()}

@@ -249,6 +249,7 @@ DENSE = (
     ),
     row("mlp.linear_fc2.weight", ("mlp.down_proj.weight", "HF")),
 )
+UNGATED_DENSE = (row("mlp.linear_fc1.weight", ("mlp.up_proj.weight", "FH")), DENSE[1])
 JOINED_DENSE = (row("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight", "fH")), DENSE[1])
 # The same where the norm before the MLP is a module of its own in local layers.
 DENSE_BEHIND_OWN_NORM = (
@@ -288,6 +289,11 @@ STACKED_EXPERTS = (
     row("linear_fc1.weight", ("mlp.experts.gate_up_proj", "GH")),
     row("linear_fc2.weight", ("mlp.experts.down_proj", "HM")),
 )
+# As Qwen 3 VL's published folders have them; transformers reads these and writes the others.
+TURNED_STACKED_EXPERTS = (
+    row("linear_fc1.weight", ("mlp.experts.gate_up_proj", "HG"), transposed=True),
+    row("linear_fc2.weight", ("mlp.experts.down_proj", "MH"), transposed=True),
+)
 MIXTRAL_EXPERTS = _experts(
     *(f"block_sparse_moe.experts.{{e}}.{name}.weight" for name in ("w1", "w3", "w2"))
 )
@@ -318,6 +324,11 @@ SHARED_EXPERTS = (
     ),
     row("mlp.shared_experts.linear_fc2.weight", ("mlp.shared_experts.down_proj.weight", "HS")),
 )
+HUNYUAN_ROUTER = (
+    row("mlp.router.weight", ("mlp.router.gate.weight", "EH")),
+    row("mlp.router.expert_bias", ("mlp.expert_bias", "E")),
+)
+HUNYUAN_SHARED_EXPERTS = renamed(SHARED_EXPERTS, "mlp.shared_experts.", "mlp.shared_mlp.")
 
 GATED_SHARED_EXPERT = (
     row(

@@ -271,7 +271,19 @@ def test_what_transformers_takes_for_granted_is_said():
         ("Nemotron-H-8B", {"time_step_limit": [float("inf"), 0]}, "time_step_limit=[inf, 0]"),
         ("Nemotron-H-8B", {"conv_kernel": 3}, "conv_kernel=3"),
         ("Nemotron-3-Nano-30B-A3B", {"n_shared_experts": 2}, "n_shared_experts=2"),
-        ("Qwen3-8B", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ("Qwen3-8B", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type='dynamic'"),
+        (
+            "Qwen3-8B",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "original_max_position_embeddings is missing",
+        ),
+        ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+        (
+            "DeepSeek-V2-Lite",
+            {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+            "num_experts_per_tok=6 with topk_group=3",
+        ),
+        ("Seed-OSS-36B-Base", {"attention_out_bias": True}, "attention_out_bias=True"),
     ],
 )
 def test_what_a_family_does_not_serve_is_named(name: str, change: dict, said: str):

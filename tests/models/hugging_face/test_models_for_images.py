@@ -19,16 +19,27 @@ from tests.models.hugging_face.test_round_trip import (
 from tests.models.hugging_face.tiny_models import (
     Predicting,
     expected_logits,
+    logits_of,
     logits_of_folder,
+    make_random,
     make_tiny,
 )
 from tests.ranks import run_on_ranks
 
 NAMES = ("qwen3_5", "qwen3_5_moe")
+# Around models of other families; each with the section of angles that transformers has for its heads.
+KINDS = {"qwen3": "Qwen3VL", "qwen3_moe": "Qwen3VLMoe", "glm4_moe": "Glm4vMoe"}
+SECTIONS = {"glm4_moe": [4, 2, 2]}
 VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }  # fmt: skip
+VISION_BY_KIND = {
+    "Qwen3VL": {"deepstack_visual_indexes": []},
+    "Qwen3VLMoe": {"deepstack_visual_indexes": []},
+    "Glm4vMoe": {"image_size": 28},
+}
+OPTIONS = {"glm4_moe": {"use_qk_norm": False}}
 WITHOUT_IMAGES = {"leave_out": ("model.visual.*",)}
 
 
@@ -55,6 +66,70 @@ def save_whole(name: str, folder: Path) -> Path:
     content.pop("dtype", None)
     path.write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def save_other_whole(name: str, folder: Path) -> "transformers.PreTrainedModel":
+    """The whole model around a tiny one of another family, as transformers writes it."""
+    text = make_tiny(name, **OPTIONS.get(name, {}))
+    said = text.config.to_dict()
+    for key in ("model_type", "architectures"):
+        said.pop(key, None)
+    said["rope_parameters"]["mrope_section"] = SECTIONS.get(name, [8, 4, 4])
+    kind = KINDS[name]
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=said, vision_config=VISION | VISION_BY_KIND[kind], tie_word_embeddings=False
+    )
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    make_random(whole, seed=13)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(folder)
+    return whole
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_language_model_of_another_family_comes_back_alone_or_into_the_whole(
+    tmp_path: Path, name: str
+):
+    source = tmp_path / "source"
+    whole = save_other_whole(name, source)
+    with pytest.raises(ConversionError, match=r"^model.visual.\* .* is for images"):
+        to_megatron(source, tmp_path / "megatron")
+    to_megatron(source, tmp_path / "megatron", **WITHOUT_IMAGES)
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    back = json.loads((tmp_path / "back" / "config.json").read_text(encoding="utf-8"))
+    assert back["model_type"] == name
+    text = make_tiny(name, **OPTIONS.get(name, {}))
+    assert (logits_of_folder(tmp_path / "back") - logits_of(text)).abs().max() < 1e-5
+    assert (logits_of(whole.eval()) - logits_of(text)).abs().max() < 1e-5
+    to_hugging_face(tmp_path / "megatron", tmp_path / "whole", hf_folder=source)
+    assert_same_folders(source, tmp_path / "whole")
+
+
+def test_experts_that_lie_turned_as_in_published_folders_are_the_same(tmp_path: Path):
+    source = tmp_path / "source"
+    save_other_whole("qwen3_moe", source)
+    turned = {
+        one: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in one else tensor
+        for one, tensor in tensors_of(source).items()
+    }
+    to_megatron(source, tmp_path / "one", **WITHOUT_IMAGES)
+    save_file(turned, source / "model.safetensors", metadata={"format": "pt"})
+    again = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(source)
+    to_megatron(source, tmp_path / "other", **WITHOUT_IMAGES)
+    for folder in ("one", "other"):
+        to_hugging_face(tmp_path / folder, tmp_path / "back" / folder)
+    one, other = (tensors_of(tmp_path / "back" / folder) for folder in ("one", "other"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    expected = again.model.language_model.layers[1].mlp.experts.down_proj[3]
+    assert torch.equal(one["model.layers.1.mlp.experts.3.down_proj.weight"], expected)
+    to_hugging_face(tmp_path / "other", tmp_path / "whole", hf_folder=source)
+    assert_same_folders(source, tmp_path / "whole")
+    bad = {key: value for key, value in turned.items() if "layers.1.mlp.experts.down" not in key}
+    save_file(bad, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=r"layers.1.mlp.experts.down_proj is missing"):
+        to_megatron(source, tmp_path / "no", **WITHOUT_IMAGES)
 
 
 def change_config(folder: Path, outer: dict, inner: dict) -> None:

@@ -152,6 +152,8 @@ MODELS = {
         {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1], "pad_token_id": None},
         is_dense=True,
     ),
+    "seed_oss": Tiny("SeedOss", {"head_dim": 32, "pad_token_id": None}, is_dense=True),
+    "arcee": Tiny("Arcee", {"rope_parameters": _YARN, "eos_token_id": 2}, is_dense=True),
     "qwen2": Tiny("Qwen2", {"tie_word_embeddings": True}, is_dense=True),
     "qwen2_moe": Tiny(
         "Qwen2Moe", {**_GATED_EXPERTS, "decoder_sparse_step": 2, "num_hidden_layers": 3}
@@ -160,6 +162,7 @@ MODELS = {
         "Qwen2Moe", {**_GATED_EXPERTS, "qkv_bias": False, "norm_topk_prob": True}
     ),
     "qwen3": Tiny("Qwen3", {"head_dim": 32}, is_dense=True),
+    "qwen3_yarn": Tiny("Qwen3", {"head_dim": 32, "rope_parameters": _YARN}, is_dense=True),
     "qwen3_tied": Tiny("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}, is_dense=True),
     "qwen3_moe": Tiny(
         "Qwen3Moe",
@@ -231,6 +234,31 @@ MODELS = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "solar_open": Tiny(
+        "SolarOpen",
+        {
+            "head_dim": 32,
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**_YARN, "factor": 2.0},
+        },
+    ),
+    "hy_v3": Tiny(
+        "HYV3",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 48,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "num_shared_experts": 2,
+        },
+    ),
     "mixtral": Tiny("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": Tiny(
         "GptOss",
@@ -242,6 +270,26 @@ MODELS = {
             "sliding_window": 8,
             "swiglu_limit": 0.75,  # so that it is reached
             "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
+    "deepseek_v2": Tiny(
+        "DeepseekV2",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v2_groups": Tiny(
+        "DeepseekV2",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 24,
+            "num_experts_per_tok": 3,  # with as many groups as experts, groups limit nothing
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
         },
     ),
     "deepseek_v3": Tiny(
