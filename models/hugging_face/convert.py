@@ -281,12 +281,19 @@ def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return config if config.get(key) == name else {**config, key: name}
 
 
+_UNLESS_SAID = {
+    "no_rope_freq": None,
+    "squared_relu": False,
+    "rotary_seq_len_interpolation_factor": None,
+}
+
+
 def _saved_arguments(request: Request, arguments: Arguments, dtype: torch.dtype) -> Namespace:
     """Returns what loaders expect among a checkpoint's arguments, beside the model's own."""
     is_rope = arguments["position_embedding_type"] == "rope"
     layout = ("tensor_model", "pipeline_model", "context", "expert_model", "data")
     return Namespace(
-        **{"no_rope_freq": None, "squared_relu": False, **arguments},
+        **{**_UNLESS_SAID, **arguments},
         **{f"{name}_parallel_size": 1 for name in layout},
         virtual_pipeline_model_parallel_size=None,
         world_size=1,
@@ -299,7 +306,6 @@ def _saved_arguments(request: Request, arguments: Arguments, dtype: torch.dtype)
         add_position_embedding=True,
         use_rotary_position_embeddings=is_rope,
         rotary_interleaved=False,
-        rotary_seq_len_interpolation_factor=None,
         apply_layernorm_1p=bool(arguments.get("layernorm_zero_centered_gamma")),
         apply_query_key_layer_scaling=False,
         attention_dropout=0.0,

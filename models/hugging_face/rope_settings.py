@@ -91,6 +91,11 @@ _LLAMA3 = {
     "high_freq_factor": (4.0,),
     "original_max_position_embeddings": (8192,),
 }
+_NUMBERS: dict[str, dict[str, tuple[float, ...]]] = {
+    "default": {},
+    "linear": {"factor": ()},
+    "llama3": {"factor": (), **_LLAMA3},
+}
 
 
 def _rope_from_config(config: Config, ignored: tuple[str, ...] = ()) -> Arguments:
@@ -104,9 +109,17 @@ def _rope_from_config(config: Config, ignored: tuple[str, ...] = ()) -> Argument
         "rotary_percent": 1.0,
         "use_rope_scaling": kind == "llama3",
     }
-    if kind not in ("default", "llama3"):
-        raise _unknown_rope(kind, "'default', 'llama3' and 'yarn'")
-    _take(said, {"factor": (), **_LLAMA3} if kind == "llama3" else {}, kind)
+    if kind not in _NUMBERS:
+        raise _unknown_rope(kind, "'default', 'linear', 'llama3' and 'yarn'")
+    _take(said, _NUMBERS[kind], kind)
+    if kind == "linear":
+        factor = Keys(said)["factor"]
+        if not float(factor).is_integer():
+            raise NotImplementedError(
+                f"factor={factor} of rope type 'linear' in config.json is not served; Megatron-LM takes whole numbers; "
+                "convert a model with one"
+            )
+        arguments["rotary_seq_len_interpolation_factor"] = int(factor)
     if kind == "llama3":
         numbers = Keys(said)
         arguments["rope_scaling_factor"] = float(numbers["factor"])
@@ -118,7 +131,10 @@ def _rope_from_config(config: Config, ignored: tuple[str, ...] = ()) -> Argument
 def _rope_to_config(arguments: Arguments) -> dict[str, Any]:
     if arguments["position_embedding_type"] == "yarn":
         return YARN.to_config(arguments)
-    scaling = None
+    scaling: dict[str, Any] | None = None
+    factor = arguments.get("rotary_seq_len_interpolation_factor")
+    if factor is not None:
+        scaling = {"rope_type": "linear", "factor": float(factor)}
     if arguments["use_rope_scaling"]:
         numbers = {name: values[0] for name, values in _LLAMA3.items()}
         scaling = {"rope_type": "llama3", "factor": arguments["rope_scaling_factor"], **numbers}

@@ -274,6 +274,11 @@ def test_what_transformers_takes_for_granted_is_said():
         ("Qwen3-8B", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type='dynamic'"),
         (
             "Qwen3-8B",
+            {"rope_scaling": {"type": "linear", "factor": 2.5}},
+            "factor=2.5 of rope type",
+        ),
+        (
+            "Qwen3-8B",
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "original_max_position_embeddings is missing",
         ),

@@ -103,6 +103,11 @@ class Tiny:
 MODELS = {
     "llama3": Tiny("Llama", {"rope_parameters": _LLAMA3}, is_dense=True),
     "llama_tied": Tiny("Llama", {"tie_word_embeddings": True}, is_dense=True),
+    "llama_linear": Tiny(
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}},
+        is_dense=True,
+    ),
     "mistral": Tiny("Mistral", {"head_dim": 32, "sliding_window": 8}, is_dense=True),
     "mistral_full": Tiny("Mistral", {"sliding_window": None}, is_dense=True),
     "ministral3": Tiny(
