@@ -16,10 +16,20 @@ from megatron_cp.models.hugging_face.common import (
     NO_BIAS,
     PLAIN,
 )
-from megatron_cp.models.hugging_face.family import Family
+from megatron_cp.models.hugging_face.family import Family, Wrapper
 
+_KIMI_K25 = Wrapper(
+    model_type="kimi_k25",
+    names=(
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("model.language_model.", "model."),
+    ),
+    images=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+)
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
+    wrapper=_KIMI_K25,
     architecture="DeepseekV3ForCausalLM",
     weights={
         "model": w.OUTER,
@@ -57,6 +67,7 @@ DEEPSEEK_V3 = Family(
 DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v2",
+    wrapper=None,
     architecture="DeepseekV2ForCausalLM",
     weights={
         **{
@@ -106,6 +117,7 @@ KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
+    wrapper=None,
     architecture="Glm4MoeLiteForCausalLM",
     settings=tuple(
         experts.NAMED_LAYERS if setting is experts.FIRST_DENSE_LAYERS else setting
@@ -128,6 +140,7 @@ _EVERY_LAYER_PICKS = {
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
+    wrapper=None,
     architecture="DeepseekV32ForCausalLM",
     weights={**DEEPSEEK_V3.weights, "index": w.INDEX},
     settings=(
