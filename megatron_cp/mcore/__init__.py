@@ -27,6 +27,7 @@ _HOME = {
     "install_position_rotary": "rope",
     "gpt_block_spec": "spec",
     "mtp_block_spec": "spec",
+    "use_in_every_gpt": "spec",
     "with_context_parallel": "spec",
     "add_context_parallel_arguments": "arguments",
     "cp_config_from_arguments": "arguments",

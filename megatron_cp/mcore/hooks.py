@@ -228,12 +228,26 @@ def _cut_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
             _say_once("documents: none are asked for; rows stay where Megatron puts them (zigzag)")
             forget_batch()
             return plain(batch, *args, **kwargs)
-        group = signature.bind(batch, *args, **kwargs).arguments.get("cp_group")
+        given = signature.bind(batch, *args, **kwargs).arguments
+        if layers.cuts_each_document() and _cuts_each_document(signature, batch, given):
+            _say_once("documents: from cu_seqlens; each is cut zigzag, as the layers were told")
+            forget_batch()
+            return plain(batch, *args, **kwargs)
+        group = given.get("cp_group")
         params = cut_batch(batch, lengths, group or parallel_state.get_context_parallel_group())
         _say_found(rule, lengths, params)
         return batch
 
     return get_batch_on_this_cp_rank
+
+
+def _cuts_each_document(
+    signature: inspect.Signature, batch: dict[str, Any], given: dict[str, Any]
+) -> bool:
+    """Returns whether Megatron's own cut of this batch is zigzag in each document: since 0.18, for a batch of thd."""
+    if "is_hybrid_cp" not in signature.parameters or batch.get("cu_seqlens") is None:
+        return False
+    return not (given.get("is_hybrid_cp") or given.get("use_per_sequence_balancing"))
 
 
 def _cut_thd_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:

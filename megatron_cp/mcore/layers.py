@@ -27,6 +27,7 @@ from megatron_cp.plan import AttentionPlan
 _requests: set[PlanRequest] = set()
 _requests_without_layers: set[PlanRequest] = set()
 _wishes: dict[str, Any] = {}
+_thd_splits: set[str] = set()
 
 
 def attention_sizes(
@@ -53,6 +54,17 @@ def register_stage(config: Any) -> None:
     """Remembers the model of a stage that may hold no softmax attention; layers that it holds are believed first."""
     sizes = attention_sizes(config, config.tensor_model_parallel_size)
     _requests_without_layers.add(_request_of(config, sizes))
+
+
+def note_thd_split(thd_split: str | None) -> None:
+    """Remembers how a layer was told that thd batches are cut over the context ranks; None: it was not."""
+    if thd_split is not None:
+        _thd_splits.add(thd_split)
+
+
+def cuts_each_document() -> bool:
+    """Returns whether layers were told that the loop cuts thd batches by itself, each document zigzag."""
+    return "per_document" in _thd_splits
 
 
 def has_our_attention(spec: Any) -> bool:
@@ -137,3 +149,4 @@ def forget() -> None:
     _requests.clear()
     _requests_without_layers.clear()
     _wishes.clear()
+    _thd_splits.clear()

@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_cp.attn.eager import eager
 from megatron_cp.config import CPConfig
-from megatron_cp.mcore import cut, split
+from megatron_cp.mcore import cut, layers, split
 from megatron_cp.mcore.batch import ContextParallelParams
 from megatron_cp.mcore.mtp import install_order_roll
 from megatron_cp.mcore.validation import check_padding, check_samples, validate_config
@@ -102,6 +102,7 @@ def prepare_layer(config: Any, thd_split: str | None) -> None:
     Raises ValueError or NotImplementedError for what such a layer cannot honour.
     """
     split.check_thd_split(thd_split)
+    layers.note_thd_split(thd_split)
     validate_config(config)
     if getattr(config, "mtp_num_layers", None):
         install_order_roll()

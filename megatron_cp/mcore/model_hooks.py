@@ -25,18 +25,29 @@ from megatron_cp.mcore.sparse_settings import is_sparse
 from megatron_cp.mcore.validation import balances_samples
 
 _LOOKED_AT = "_megatron_cp_looked_at"  # attribute of a model
+_exchanges: list[Callable[[Any], Any]] = []  # what becomes of the specs of every GPT: at most one
 _MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
+
+
+def exchange_specs(exchange: Callable[[Any], Any] | None) -> None:
+    """From now on every GPT is built of `exchange(spec)`, whoever made its specs; None: of the specs as they are."""
+    _exchanges[:] = [] if exchange is None else [exchange]
 
 
 def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `GPTModel.__init__(config, transformer_layer_spec, ...)`: a stage may be without layers."""
+    signature = inspect.signature(plain)
 
-    def __init__(  # noqa: N807  the name of what it stands for
-        self: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        plain(self, config, transformer_layer_spec, *args, **kwargs)
-        if layers.has_our_attention(transformer_layer_spec):
-            layers.register_stage(config)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  the name of what it stands for
+        call = signature.bind(self, *args, **kwargs)
+        given = call.arguments
+        for exchange in _exchanges:
+            for name in ("transformer_layer_spec", "mtp_block_spec"):
+                if given.get(name) is not None:
+                    given[name] = exchange(given[name])
+        plain(*call.args, **call.kwargs)
+        if _exchanges or layers.has_our_attention(given["transformer_layer_spec"]):
+            layers.register_stage(given["config"])
 
     return __init__
 

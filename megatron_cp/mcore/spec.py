@@ -3,6 +3,7 @@
     spec = with_context_parallel(get_gpt_layer_local_spec())    # any layer, block or MTP spec
     spec = gpt_block_spec(config)                               # dense, experts, latent attention
     GPTModel(config, spec, ...)
+    use_in_every_gpt(thd_split="per_document")                  # where a program makes the specs itself
 
     pretrain_gpt.py ... --spec megatron_cp.mcore.spec gpt_layer_spec         # stock Megatron-LM
 
@@ -32,12 +33,13 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import CrossAttentionSubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     get_transformer_layer_offset,
 )
 
-from megatron_cp.mcore import compat, hooks, layers, program
+from megatron_cp.mcore import compat, hooks, layers, model_hooks, program, split
 from megatron_cp.mcore.attention import ContextParallelAttention
 from megatron_cp.mcore.fused_adam import install_fused_adam
 from megatron_cp.mcore.gated_delta_net import ContextGatedDeltaNet, gated_delta_net_layer
@@ -123,6 +125,23 @@ def with_context_parallel(
             "get_gpt_layer_local_spec(), a TransformerBlockSubmodules or an MTP block spec"
         )
     return copy
+
+
+def use_in_every_gpt(**attention_options: Any) -> None:
+    """From now on every `GPTModel` of this process has our attention, whoever makes its specs; they are copied.
+
+    For programs that do not let one see the spec (docs/frameworks.md); called before they build a model. Modules that
+    are no `GPTModel`, encoders of images say, keep their attention. Options and errors are those of
+    `with_context_parallel`, the errors when a model is built. A second call replaces the options.
+    """
+    split.check_thd_split(attention_options.get("thd_split"))
+
+    def exchange(spec: Any) -> Any:
+        if isinstance(spec, TransformerBlockSubmodules) and not spec.layer_specs:
+            return _copy_with(spec, _exchange_norm_or_router)  # a stage without layers
+        return with_context_parallel(spec, **attention_options)
+
+    model_hooks.exchange_specs(exchange)
 
 
 def _over_context(spec: ModuleSpec, attention_options: dict[str, Any]) -> ModuleSpec:

@@ -117,6 +117,12 @@ def documents_of_batch(
             f"packed_seq_params.qkv_format={params.qkv_format!r}; Megatron's own parameters "
             "must be 'thd'; use ContextParallelParams for anything else"
         )
+    mode = getattr(params, "cp_partition_mode", None)
+    if cp_size > 1 and mode not in (None, "zigzag"):
+        raise NotImplementedError(
+            f"packed_seq_params.cp_partition_mode={mode!r}: rows that are cut in another way are not served "
+            "here; give 'zigzag'"
+        )
     if cp_size > 1 and thd_split is None:
         raise ValueError(
             f"packed_seq_params.qkv_format='thd' on {cp_size} context ranks does not say how the rows were cut, and "

@@ -73,8 +73,17 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less(recompute: tupl
             assert torch.equal(gradient, expected[name]), name
 
 
+def _recomputes_by_itself(rank, world_size):
+    with parallel_state(Case()):
+        from megatron_cp.mcore.hybrid_classes import hybrid_parts
+
+        return hybrid_parts().recomputes
+
+
 @pytest.mark.parametrize(("is_frozen", "tp"), [(True, 1), (False, 2)])
 def test_frozen_embeddings_and_parts_of_what_is_kept_change_no_gradient(is_frozen: bool, tp: int):
+    if run_on_ranks(1, _recomputes_by_itself)[0]:
+        pytest.skip("from 0.18 on Megatron-Core recomputes by itself, and does neither")
     plain = run_on_ranks(2, _kept_and_gradients, None, is_frozen, tp)
     found = run_on_ranks(2, _kept_and_gradients, ("block", 3), is_frozen, tp)
     for (_, gradients), (_, expected) in zip(found, plain, strict=True):

@@ -1,0 +1,202 @@
+"""Programs on Megatron-Core that make specs and cut batches themselves: each document zigzag, thd parameters beside.
+
+Megatron-Bridge, verl and Megatron-SWIFT do (docs/frameworks.md); how each of them cuts is written down here again.
+"""
+
+import inspect
+import itertools
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.mcore.packs import SEQUENCE, VOCABULARY
+from tests.mcore.stock import stock_program
+from tests.mcore.tiny_gpt import Case, make_config, parallel_state
+from tests.mcore.weights import fill_by_name
+from tests.ranks import run_on_ranks
+
+LENGTHS = (5, 22, 1, 16, 9)  # some no multiple of twice the context ranks
+
+
+def documents() -> list[torch.Tensor]:
+    generator = np.random.default_rng(3)
+    return [torch.from_numpy(generator.integers(1, VOCABULARY, size=n)) for n in LENGTHS]
+
+
+def stock_model(case: Case):
+    """A GPT as a program builds it that knows nothing of us."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    config = make_config(case)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    model = GPTModel(
+        config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    fill_by_name(model)
+    return model.eval()
+
+
+def logits_alone(rank, world_size):
+    """Logits of each document by itself, with Megatron's own attention."""
+    with parallel_state(Case()), torch.no_grad():
+        model = stock_model(Case())
+        found = []
+        for document in documents():
+            mask = torch.ones(len(document), len(document), dtype=torch.bool).triu(1)[None, None]
+            positions = torch.arange(len(document))[None]
+            found.append(model(document[None], positions, mask)[0])
+        return torch.cat(found).float().numpy()
+
+
+def zigzag(length: int, cp: int, rank: int) -> np.ndarray:
+    pieces = np.arange(length).reshape(2 * cp, -1)
+    return np.concatenate([pieces[rank], pieces[2 * cp - 1 - rank]])
+
+
+def padded_stream(cp: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    """Tokens of all documents, padded to multiples of twice the ranks; their starts without padding, and with it."""
+    unit = 2 * cp
+    padded = [torch.nn.functional.pad(one, (0, -len(one) % unit)) for one in documents()]
+    ends = np.cumsum([0, *map(len, padded)])
+    return torch.cat(padded), np.cumsum([0, *LENGTHS]), ends
+
+
+def logits_of_cut(rank, cp, padding_counts):
+    """(places in the padded stream, logits) of this rank's rows; a stock model in which our attention stands."""
+    case = Case(cp=cp)
+    with stock_program() as program, parallel_state(case), torch.no_grad():
+        del program
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        from megatron_cp.mcore import use_in_every_gpt
+        from megatron_cp.mcore.model_hooks import exchange_specs
+
+        try:
+            use_in_every_gpt(thd_split="per_document")
+            model = stock_model(case)
+        finally:
+            exchange_specs(None)
+        names = {
+            type(layer.self_attention.core_attention).__name__ for layer in model.decoder.layers
+        }
+        assert names == {"ContextParallelAttention"}
+        tokens, real, padded = padded_stream(cp)
+        rows = np.concatenate([s + zigzag(e - s, cp, rank) for s, e in itertools.pairwise(padded)])
+        ends = torch.tensor(padded if padding_counts else real, dtype=torch.int32)
+        whole = torch.tensor(padded, dtype=torch.int32)
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            cu_seqlens_q_padded=whole,
+            cu_seqlens_kv_padded=whole,
+            max_seqlen_q=int(np.diff(padded).max()),
+            max_seqlen_kv=int(np.diff(padded).max()),
+        )
+        positions = torch.zeros(1, len(rows), dtype=torch.long)
+        logits = model(tokens[rows][None], positions, None, packed_seq_params=params)
+        return rows, logits[0].float().numpy()
+
+
+@pytest.mark.parametrize("padding_counts", [False, True])
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_a_stock_gpt_whose_program_cuts_each_document_computes_each_alone(cp, padding_counts):
+    (expected,) = run_on_ranks(1, logits_alone)
+    _, _, padded = padded_stream(cp)
+    whole = np.full((padded[-1], VOCABULARY), np.nan, dtype=np.float32)
+    for rows, logits in run_on_ranks(cp, logits_of_cut, padding_counts):
+        whole[rows] = logits
+    found = np.concatenate([whole[s : s + n] for s, n in zip(padded[:-1], LENGTHS, strict=True)])
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def specs_that_are_left(rank, world_size):
+    """The attention of a GPT after the first call, after it was taken back, and of an empty stage's spec."""
+    with stock_program(), parallel_state(Case(cp=world_size)):
+        from megatron_cp.mcore import use_in_every_gpt
+        from megatron_cp.mcore.model_hooks import exchange_specs
+
+        with pytest.raises(ValueError, match="thd_split='by_magic'"):
+            use_in_every_gpt(thd_split="by_magic")
+        try:
+            use_in_every_gpt()
+            first = stock_model(Case(cp=world_size))
+        finally:
+            exchange_specs(None)
+        second = stock_model(Case(cp=world_size))
+        return [
+            type(model.decoder.layers[0].self_attention.core_attention).__name__
+            for model in (first, second)
+        ]
+
+
+def test_what_is_taken_back_is_taken_back_and_a_cut_that_nobody_knows_is_refused():
+    ((first, second),) = run_on_ranks(1, specs_that_are_left)
+    assert (first, second) == ("ContextParallelAttention", "DotProductAttention")
+
+
+def indices_of_each(ends, num_tokens, cp, rank):
+    """What Transformer Engine's function of the name gives, written down again."""
+    assert ends[-1] == num_tokens
+    rows = [s + zigzag(e - s, cp, rank) for s, e in itertools.pairwise(ends.tolist())]
+    return torch.from_numpy(np.concatenate(rows))
+
+
+def cut_of_documents(rank, world_size, thd_split):
+    """Rows of this rank as `get_batch_on_this_cp_rank` gives them for thd: Megatron's own, or those of a plan."""
+    case = Case(cp=world_size)
+    with stock_program() as program, parallel_state(case) as groups:
+        from megatron.core import utils
+
+        from megatron_cp.mcore import use_in_every_gpt
+        from megatron_cp.mcore.model_hooks import exchange_specs
+
+        del sys.modules[program.__name__]  # no program, no flags
+        try:
+            use_in_every_gpt(thd_split=thd_split)
+            stock_model(case)
+            _, _, padded = padded_stream(world_size)
+            batch = {
+                "tokens": torch.arange(padded[-1])[None],
+                "cu_seqlens": torch.tensor(padded, dtype=torch.int32)[None],
+                "cu_seqlens_padded": None,
+            }
+            group = groups.get_context_parallel_group()
+            if utils.tex is None:  # Transformer Engine's, which needs a GPU
+                utils.tex = SimpleNamespace(thd_get_partitioned_indices=indices_of_each)
+            cut = utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+            return cut["tokens"][0].numpy()
+        finally:
+            exchange_specs(None)
+            sys.modules[program.__name__] = program
+
+
+def cuts_thd_itself(rank, world_size):
+    with parallel_state(Case()):
+        from megatron.core import utils
+
+        return "is_hybrid_cp" in inspect.signature(utils.get_batch_on_this_cp_rank).parameters
+
+
+def test_megatrons_own_cut_of_each_document_stays_where_the_layers_know_it():
+    if not run_on_ranks(1, cuts_thd_itself)[0]:
+        pytest.skip("Megatron-Core before 0.18 cuts thd batches elsewhere, with Transformer Engine")
+    found = run_on_ranks(2, cut_of_documents, "per_document")
+    _, _, padded = padded_stream(2)
+    for rank, rows in enumerate(found):
+        pairs = itertools.pairwise(padded)
+        expected = np.concatenate([s + zigzag(e - s, 2, rank) for s, e in pairs])
+        np.testing.assert_array_equal(rows, expected)
+    planned = run_on_ranks(2, cut_of_documents, None)
+    assert not all(np.array_equal(one, other) for one, other in zip(found, planned, strict=True))
+    assert sorted(np.concatenate(planned)) == list(range(padded[-1]))
