@@ -120,6 +120,27 @@ def test_a_stock_gpt_whose_program_cuts_each_document_computes_each_alone(cp, pa
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
+def contiguous_rows(rank, world_size):
+    with parallel_state(Case(cp=world_size)):
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        from megatron_cp.mcore.split import documents_of_batch
+
+        ends = torch.tensor([0, 8, 16], dtype=torch.int32)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        params.cp_partition_mode = "zigzag"
+        found = documents_of_batch(params, 8, world_size, "per_document")
+        params.cp_partition_mode = "contiguous"
+        documents_of_batch(params, 16, 1, "per_document")  # one rank has all rows in any case
+        with pytest.raises(NotImplementedError, match="cp_partition_mode='contiguous'"):
+            documents_of_batch(params, 8, world_size, "per_document")
+        return found
+
+
+def test_rows_that_are_cut_contiguously_are_refused():
+    assert run_on_ranks(2, contiguous_rows) == [((0, 8, 16), (8, 8))] * 2
+
+
 def specs_that_are_left(rank, world_size):
     """The attention of a GPT after the first call, after it was taken back, and of an empty stage's spec."""
     with stock_program(), parallel_state(Case(cp=world_size)):
