@@ -58,13 +58,15 @@ def logits_alone(rank, world_size):
 
 
 def zigzag(length: int, cp: int, rank: int) -> np.ndarray:
+    if cp == 1:
+        return np.arange(length)
     pieces = np.arange(length).reshape(2 * cp, -1)
     return np.concatenate([pieces[rank], pieces[2 * cp - 1 - rank]])
 
 
 def padded_stream(cp: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
     """Tokens of all documents, padded to multiples of twice the ranks; their starts without padding, and with it."""
-    unit = 2 * cp
+    unit = 2 * cp if cp > 1 else 1  # alone, these programs pad nothing
     padded = [torch.nn.functional.pad(one, (0, -len(one) % unit)) for one in documents()]
     ends = np.cumsum([0, *map(len, padded)])
     return torch.cat(padded), np.cumsum([0, *LENGTHS]), ends

@@ -51,6 +51,8 @@ def per_document_zigzag(lengths: Sequence[int], cp_size: int) -> IntArray:
     Source: TransformerEngine's and Megatron's THD context parallelism. Raises ValueError, naming the
     document, when a length does not divide by 2P: that layout pads documents, ours never does.
     """
+    if cp_size == 1:  # nothing is cut
+        return np.arange(sum(lengths), dtype=np.int64)[None]
     rows: list[list[IntArray]] = [[] for _ in range(cp_size)]
     start = 0
     for index, length in enumerate(lengths):
