@@ -146,7 +146,8 @@ class ContextParallelAttention(MegatronModule):
         """Returns the attention output `[s, b, n * hv]` of this rank's rows.
 
         `query` is `[s, b, n, h]`, `key` `[s, b, g, h]` and `value` `[s, b, g, hv]`; without the batch dimension
-        under thd and multi-latent attention, where the result is `[s, 1, n * hv]`. `attention_mask` is None or
+        under thd, where the result is `[s, n * hv]` as Transformer Engine's: newer latent attention pads values to the
+        width of queries and cuts the result by its axes. `attention_mask` is None or
         the causal mask of this rank's rows: any other is refused, never ignored. `attn_mask_type` overrides the
         constructor's; with ContextParallelParams the plan alone says who sees whom. `attention_bias` and the
         inputs of Megatron's attention variants must be None.
@@ -193,7 +194,8 @@ class ContextParallelAttention(MegatronModule):
             )
         if max_logits:
             self._keep_max_logits(rows.of_heads(max_logits[0]))
-        return rows.unfold(out)
+        is_thd = getattr(packed_seq_params, "qkv_format", None) == "thd"
+        return rows.unfold(out).flatten(0, 1) if is_thd else rows.unfold(out)
 
     def _keep_max_logits(self, found: torch.Tensor) -> None:
         """Keeps the largest logit of each head, `[n]`, over the micro-batches of a step."""

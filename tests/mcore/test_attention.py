@@ -70,9 +70,9 @@ def attend_packed(rank, cp, real, padded, mask_type, three_dimensional):
             q, k, v = q[:, 0], k[:, 0], v[:, 0]
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attention(*leaves, None, packed_seq_params=params)
-        assert out.shape == (len(rows), 1, NUM_HEADS * HEAD_DIM)
+        assert out.shape == (len(rows), NUM_HEADS * HEAD_DIM)
         gradients = torch.autograd.grad(out.square().sum(), leaves)
-        return rows, out.detach()[:, 0], *(x.reshape(len(rows), -1, HEAD_DIM) for x in gradients)
+        return rows, out.detach(), *(x.reshape(len(rows), -1, HEAD_DIM) for x in gradients)
 
 
 def dense_documents(real: list[int], padded: list[int], causal: bool) -> np.ndarray:

@@ -19,6 +19,10 @@ from tests.mcore.weights import fill_by_name
 from tests.ranks import run_on_ranks
 
 LENGTHS = (5, 22, 1, 16, 9)  # some no multiple of twice the context ranks
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12, "rotary_percent": 1.0, "rope_type": "rope", "num_query_groups": 4,
+}  # fmt: skip
 
 
 def documents() -> list[torch.Tensor]:
@@ -45,16 +49,29 @@ def stock_model(case: Case):
     return model.eval()
 
 
-def logits_alone(rank, world_size):
-    """Logits of each document by itself, with Megatron's own attention."""
-    with parallel_state(Case()), torch.no_grad():
-        model = stock_model(Case())
+def logits_alone(rank, world_size, options):
+    """Logits of each document by itself, with Megatron's own attention; of latent attention with ours, not packed."""
+    case = Case().with_options(**options)
+    with stock_program(), parallel_state(case), torch.no_grad():
+        model = swapped_model(case) if options else stock_model(case)
         found = []
         for document in documents():
             mask = torch.ones(len(document), len(document), dtype=torch.bool).triu(1)[None, None]
             positions = torch.arange(len(document))[None]
             found.append(model(document[None], positions, mask)[0])
         return torch.cat(found).float().numpy()
+
+
+def swapped_model(case: Case):
+    """The same where our attention was asked for in every GPT."""
+    from megatron_cp.mcore import use_in_every_gpt
+    from megatron_cp.mcore.model_hooks import exchange_specs
+
+    try:
+        use_in_every_gpt(thd_split="per_document")
+        return stock_model(case)
+    finally:
+        exchange_specs(None)
 
 
 def zigzag(length: int, cp: int, rank: int) -> np.ndarray:
@@ -72,21 +89,14 @@ def padded_stream(cp: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
     return torch.cat(padded), np.cumsum([0, *LENGTHS]), ends
 
 
-def logits_of_cut(rank, cp, padding_counts):
+def logits_of_cut(rank, cp, padding_counts, options):
     """(places in the padded stream, logits) of this rank's rows; a stock model in which our attention stands."""
-    case = Case(cp=cp)
+    case = Case(cp=cp).with_options(**options)
     with stock_program() as program, parallel_state(case), torch.no_grad():
         del program
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        from megatron_cp.mcore import use_in_every_gpt
-        from megatron_cp.mcore.model_hooks import exchange_specs
-
-        try:
-            use_in_every_gpt(thd_split="per_document")
-            model = stock_model(case)
-        finally:
-            exchange_specs(None)
+        model = swapped_model(case)
         names = {
             type(layer.self_attention.core_attention).__name__ for layer in model.decoder.layers
         }
@@ -109,13 +119,16 @@ def logits_of_cut(rank, cp, padding_counts):
         return rows, logits[0].float().numpy()
 
 
+@pytest.mark.parametrize("options", [{}, LATENT], ids=["plain", "latent"])
 @pytest.mark.parametrize("padding_counts", [False, True])
 @pytest.mark.parametrize("cp", [1, 2, 3])
-def test_a_stock_gpt_whose_program_cuts_each_document_computes_each_alone(cp, padding_counts):
-    (expected,) = run_on_ranks(1, logits_alone)
+def test_a_stock_gpt_whose_program_cuts_each_document_computes_each_alone(
+    cp, padding_counts, options
+):
+    (expected,) = run_on_ranks(1, logits_alone, options)
     _, _, padded = padded_stream(cp)
     whole = np.full((padded[-1], VOCABULARY), np.nan, dtype=np.float32)
-    for rows, logits in run_on_ranks(cp, logits_of_cut, padding_counts):
+    for rows, logits in run_on_ranks(cp, logits_of_cut, padding_counts, options):
         whole[rows] = logits
     found = np.concatenate([whole[s : s + n] for s, n in zip(padded[:-1], LENGTHS, strict=True)])
     assert np.abs(expected).max() > 0.5
