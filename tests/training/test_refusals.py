@@ -98,6 +98,7 @@ BAD = [
     (["--sft", "--tokenizer-type", "ByteLevel"], "--sft with --mock-data"),
     (["--packing", "megatron"], "--packing megatron needs token files"),
     (["--packing", "first-fit"], "--packing"),
+    (["--dataloader-type", "external"], "--dataloader-type external"),
     (["--num-layers", "0"], "--num-layers"),
     (["--eval-interval", "0"], "--eval-interval"),
     (["--ckpt-format", "zarr"], "--ckpt-format"),
@@ -194,6 +195,15 @@ def test_experts_that_ranks_cannot_serve_are_one_line(capsys, flags, world_size:
 def test_replicas_that_are_no_neighbours_in_a_node_are_not_planned_together(capsys):
     flags = [*HYBRID, "--use-tp-pp-dp-mapping", "--pipeline-model-parallel-size", "2"]
     assert "drop --use-tp-pp-dp-mapping" in refusal(capsys, *SMALL_RUN, *flags, world_size=4)
+
+
+def test_megatrons_samples_are_drawn_in_no_other_order_than_said(capsys):
+    samples = [*MODEL, *STEPS, "--data-path", "x", "--seq-length", "64", "--packing", "megatron"]
+    cyclic = ["--dataloader-type", "cyclic"]
+    assert "cyclic with --packing megatron is not served" in refusal(capsys, *samples, *cyclic)
+    assert not parse(*samples, "--dataloader-type", "single").notes
+    (note,) = parse(*SMALL_RUN, *cyclic).notes
+    assert note.startswith("--dataloader-type cyclic changes nothing here")
 
 
 def test_a_note_says_where_one_replica_has_nothing_to_share():

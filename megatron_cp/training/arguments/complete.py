@@ -28,6 +28,7 @@ from megatron_cp.training.arguments.files import (
     check_chats,
     check_checkpoints,
     check_fill_in_the_middle,
+    check_order,
     check_places,
     check_profile,
     check_text_samples,
@@ -327,6 +328,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_blends,),
     (complete_tokenizer,),
     (check_token_files,),
+    (check_order,),
     (check_chats,),
     (check_fill_in_the_middle,),
 )

@@ -79,6 +79,26 @@ def check_blends(args: Namespace) -> Iterator[str]:
         )
 
 
+def check_order(args: Namespace) -> Iterator[str]:
+    """The order of samples that Megatron-LM's loaders would draw."""
+    kind = args.dataloader_type
+    if kind == "external":
+        yield (
+            "--dataloader-type external is not served: it takes batches from a loader of the caller's; "
+            "leave it out, and name documents by --data-path"
+        )
+    elif kind == "cyclic" and args.packing == "megatron":
+        yield (
+            "--dataloader-type cyclic with --packing megatron is not served: Megatron's samples are drawn in the order "
+            "of type single; give --dataloader-type single, for another order"
+        )
+    elif kind is not None and args.packing != "megatron":
+        args.notes.append(
+            f"--dataloader-type {kind} changes nothing here: packs are drawn in an order of our own; --packing "
+            "megatron draws them in that of type single"
+        )
+
+
 def check_chats(args: Namespace) -> Iterator[str]:
     """What fine-tuning on conversations needs."""
     if not args.sft:

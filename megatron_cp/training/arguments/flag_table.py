@@ -175,6 +175,7 @@ TABLE = (
 --fim-eod-token str <|endoftext|> | ends a document
 --seq-length int - | tokens per pack
 --num-workers int 2 | loader workers; they also make the plans
+--dataloader-type one-of:single,cyclic,external - | order of samples: with --packing megatron single, else our own
 --reset-position-ids on - | positions restart in each document
 --reset-attention-mask on - | tokens look at their own document only
 --dataloader-inter-document-masking on - | the two above, from the documents' true lengths

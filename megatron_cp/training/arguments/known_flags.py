@@ -55,10 +55,6 @@ NOTED: dict[str, tuple[int, str]] = {
     "--no-mmap-bin-files": (0, "token files are always mapped"),
     "--num-dataset-builder-threads": (1, "no indices are built ahead"),
     "--dataloader-fast-cache-load": (0, "no index caches are read"),
-    "--dataloader-type": (
-        1,
-        "packs are drawn in an order of our own, with --packing megatron in that of type single",
-    ),
     "--no-one-logger": (0, "one-logger is never used"),
     "--disable-msc": (0, "the multi-storage client is never used"),
     "--result-rejected-tracker-filename": (1, "bad steps are told in --run-dir, bad_steps/"),
