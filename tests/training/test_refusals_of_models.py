@@ -246,6 +246,19 @@ def test_latent_attention_without_yarn_may_rotate_a_share():
     parse(*OF_LATENT, LATENT, "--rope-type", "rope", "--rotary-percent", "0.5")
 
 
+@pytest.mark.parametrize(
+    ("flags", "noted"),
+    [
+        ("--use-rope-scaling --rope-scaling-factor 32", "--rope-scaling-factor 32.0 is heeded"),
+        ("--rotary-seq-len-interpolation-factor 4", "--rotary-seq-len-interpolation-factor 4 is"),
+        ("--use-rope-scaling", None),
+    ],
+)
+def test_a_note_says_which_positions_megatrons_program_does_not_stretch(flags, noted):
+    notes = parse(*SMALL_RUN, *flags.split()).notes
+    assert [note.startswith(noted) for note in notes] == ([] if noted is None else [True])
+
+
 def test_a_backend_is_asked_for_the_heads_of_latent_attention():
     from megatron_cp.training.pretrain import check_backend  # after the stand-ins of conftest.py
 

@@ -45,7 +45,11 @@ from megatron_cp.training.arguments.hybrid_model import (
 )
 from megatron_cp.training.arguments.linear import complete_linear
 from megatron_cp.training.arguments.machine import check_devices
-from megatron_cp.training.arguments.positions import check_latent_positions, check_yarn
+from megatron_cp.training.arguments.positions import (
+    check_latent_positions,
+    check_yarn,
+    note_stretched_positions,
+)
 from megatron_cp.training.arguments.precision import (
     check_instances,
     check_optimizer_state,
@@ -319,6 +323,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_rotation,),
     (check_skipped_rotation,),
     (check_yarn,),
+    (note_stretched_positions,),
     (check_latent_positions,),
     (check_recomputed_modules,),
     (check_recomputed_layers,),

@@ -28,6 +28,8 @@ _NOT_BY_LATENT: Mapping[str, Any] = {
     "yarn_correction_range_round_to_int": None,
 }
 
+_MEGATRONS_SCALING_FACTOR = 8.0
+
 
 def check_yarn(args: Namespace) -> Iterator[str]:
     """Yields what YaRN of plain attention does not do, and what nothing else does."""
@@ -51,6 +53,27 @@ def check_yarn(args: Namespace) -> Iterator[str]:
             "halves alone; train a model without --rotary-interleaved, or with --position-embedding-type rope"
         )
     yield from _unheeded(args, _NOT_BY_YARN, "--position-embedding-type yarn")
+
+
+def note_stretched_positions(args: Namespace) -> Iterator[str]:
+    """Notes settings that Megatron-LM's own program takes and passes to no model: its weights mean others.
+
+    Source: `gpt_builders.py` and `gpt_config_from_args` of Megatron-LM core_v0.16 to 0.20.
+    """
+    if args.multi_latent_attention or args.position_embedding_type != "rope":
+        return
+    if args.use_rope_scaling and args.rope_scaling_factor != _MEGATRONS_SCALING_FACTOR:
+        args.notes.append(
+            f"--rope-scaling-factor {args.rope_scaling_factor} is heeded here; Megatron-LM's pretrain_gpt.py (0.16 to "
+            "0.20) scales by 8 whatever it says: a model that it trained goes on with --rope-scaling-factor 8"
+        )
+    if args.rotary_seq_len_interpolation_factor is not None:
+        args.notes.append(
+            f"--rotary-seq-len-interpolation-factor {args.rotary_seq_len_interpolation_factor} is heeded here; "
+            "Megatron-LM's programs before 0.18 (hybrid models) and 0.19 (GPT) do not: a model that they trained goes "
+            "on without it"
+        )
+    yield from ()  # it notes, and finds no fault
 
 
 def check_latent_positions(args: Namespace) -> Iterator[str]:
