@@ -91,7 +91,7 @@ def transformer_config(
             fields["rope_type"] = "rope"
     if arguments.get("init_method_xavier_uniform"):
         fields["init_method"] = fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
-    fields.update(fusions_of(arguments))
+    fields.update(fusions_of(arguments) | _stream(arguments))
     if fields["apply_rope_fusion"]:
         rope_fusion.install()
     if fields["cross_entropy_loss_fusion"]:
@@ -135,6 +135,14 @@ def _running_fields(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "calculate_per_token_loss": True,
         "transformer_impl": "transformer_engine" if compat.has_transformer_engine() else "local",
     }
+
+
+def _stream(arguments: Arguments) -> dict[str, Any]:
+    """Returns the format in which stages send the residual stream where it is not that of the layers."""
+    if not arguments.get("fp32_residual_connection"):
+        return {}
+    compat.keep_wide_residual()
+    return {"pipeline_dtype": torch.float32}
 
 
 def _activation(arguments: Arguments) -> dict[str, Any]:

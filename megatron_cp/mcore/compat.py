@@ -329,6 +329,33 @@ def _repair_length_of_yarn() -> None:
     put_hook(yarn_rotary_pos_embedding.YarnRotaryEmbedding, "_set_cos_sin_cache", wrap)
 
 
+def keep_wide_residual() -> None:
+    """Lets the residual stream stay in fp32 between layers of 16 bits, as Megatron-Core does since 0.17.
+
+    Before, each addition rounds the stream to the format of what it adds: `fp32_residual_connection` reached the
+    first norm alone. A prediction's layer begins a stream of its own, which is widened there.
+    """
+    from megatron.core.fusions import fused_bias_dropout
+    from megatron.core.transformer import multi_token_prediction
+
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def add(x_with_bias: Any, residual: torch.Tensor, prob: float, training: bool) -> Any:
+            x, bias = (None if part is None else part.to(residual.dtype) for part in x_with_bias)
+            return plain((x, bias), residual, prob, training)
+
+        return add
+
+    def widen(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def concatenate(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            rows: torch.Tensor = plain(self, *args, **kwargs)
+            return rows.float() if self.config.fp32_residual_connection else rows
+
+        return concatenate
+
+    put_hook(fused_bias_dropout, "_bias_dropout_add_func", wrap)
+    put_hook(multi_token_prediction.MultiTokenPredictionLayer, "_concat_embeddings", widen)
+
+
 def _is_no_inference_layer(module: Any) -> bool:
     """Returns False: layers of inference exist on Transformer Engine alone."""
     return False
