@@ -13,6 +13,7 @@ from tests.training.verdicts import parse, refusal, refusals
 
 HYBRID = ["--hybrid-context-parallel", "--calculate-per-token-loss"]
 EXPERTS = ["--num-experts", "4"]
+OVERLAPPED = "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
 BAD = [
     (["--attention-dropout", "1.0"], "--attention-dropout"),
     (["--hidden-dropout", "1.5"], "--hidden-dropout"),
@@ -87,6 +88,10 @@ BAD = [
     (
         [*HYBRID, *EXPERTS, "--moe-expert-capacity-factor", "1"],
         "and --moe-expert-capacity-factor 1.0 is not",
+    ),
+    *(
+        (f"{' '.join(EXPERTS)} {OVERLAPPED} {activation}".split(), f"overlap with {activation}")
+        for activation in ("--glu-linear-offset 1.0", "--activation-func-clamp-value 7.0")
     ),
     (["--no-rope-freq", "[1]"], "--no-rope-freq [1]"),
     (["--swiglu", "--quick-geglu"], "exclude each other"),

@@ -91,6 +91,7 @@ def check_experts(args: Namespace) -> Iterator[str]:
                 "--moe-shared-expert-overlap with --moe-latent-size is not served by Megatron-Core; leave out "
                 "--moe-shared-expert-overlap: the same results"
             )
+    yield from _overlapped_experts(args)
     if shared is None and args.moe_shared_expert_gate:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; give it too"
     # Without it Megatron-Core evaluates with one dispatcher, and trains with none.
@@ -100,6 +101,22 @@ def check_experts(args: Namespace) -> Iterator[str]:
             f"--num-experts {experts} with --tensor-model-parallel-size {args.tensor_model_parallel_size} needs "
             "--sequence-parallel in Megatron-Core; give it too: the same model"
         )
+
+
+def _overlapped_experts(args: Namespace) -> Iterator[str]:
+    """Yields what shared experts leave out where they are computed while tokens travel."""
+    is_gated = args.swiglu or args.quick_geglu
+    if not (
+        args.moe_shared_expert_overlap and args.moe_shared_expert_intermediate_size and is_gated
+    ):
+        return
+    for name in ("glu_linear_offset", "activation_func_clamp_value"):
+        if value := getattr(args, name):
+            yield (
+                f"--moe-shared-expert-overlap with --{name.replace('_', '-')} {value} is not served: overlapped shared "
+                "experts of Megatron-Core before 0.20 compute without it; leave out --moe-shared-expert-overlap: the "
+                "model that was asked for"
+            )
 
 
 def check_expert_biases(args: Namespace) -> Iterator[str]:
