@@ -104,6 +104,7 @@ BAD = [
     (["--packing", "megatron"], "--packing megatron needs token files"),
     (["--packing", "first-fit"], "--packing"),
     (["--dataloader-type", "external"], "--dataloader-type external"),
+    (["--result-rejected-tracker-filename", "f"], "leaves out the steps that such a file names"),
     (["--num-layers", "0"], "--num-layers"),
     (["--eval-interval", "0"], "--eval-interval"),
     (["--ckpt-format", "zarr"], "--ckpt-format"),

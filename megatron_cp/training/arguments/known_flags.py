@@ -57,7 +57,6 @@ NOTED: dict[str, tuple[int, str]] = {
     "--dataloader-fast-cache-load": (0, "no index caches are read"),
     "--no-one-logger": (0, "one-logger is never used"),
     "--disable-msc": (0, "the multi-storage client is never used"),
-    "--result-rejected-tracker-filename": (1, "bad steps are told in --run-dir, bad_steps/"),
     "--enable-experimental": (0, "nothing experimental of Megatron-Core is switched by it here"),
     "--lazy-mpu-init": (0, "groups are made at the start"),
     # what is logged
@@ -266,6 +265,11 @@ _REASONS: tuple[tuple[str, str], ...] = (
         _OTHER_ATTENTION,
     ),
     ("inprocess- ft- calc-ft adlr- replication", _RESTARTS),
+    (
+        "result-rejected-tracker",
+        "Megatron-LM leaves out the steps that such a file names, for other results; bad steps are told "
+        "in --run-dir, bad_steps/, and --on-bad-step skip leaves them out as they come",
+    ),
     (
         "error-injection fault-injector-",
         "it plants faults, to try a run's defences; " + _SAME_RESULTS,
