@@ -120,6 +120,13 @@ BAD = [
     (["--cp-backend", "magic"], "--cp-backend"),
     (["--grad-reduce-in-bf16"], "--bf16"),
     (["--vocab-file=v.json"], "--merge-file"),
+    *(
+        (
+            ["--tokenizer-type", kind, "--tokenizer-special-tokens", "<a>", "<b>"],
+            f"--tokenizer-special-tokens <a> <b> with --tokenizer-type {kind} is not",
+        )
+        for kind in ("HuggingFaceTokenizer", "Llama2Tokenizer", "ByteLevel")
+    ),
     (["--tokenizer-type", "GPT2BPETokenizer"], "--vocab-file and --merge-file"),
     (
         ["--merge-file", "m", "--tokenizer-type", "HuggingFaceTokenizer"],

@@ -23,6 +23,9 @@ _PLACES = (
     "load", "save", "run_dir", "wandb_save_dir",
 )  # fmt: skip
 
+# Of them TikTokenizer reads the names of its first ids; Megatron-LM gives the others none either.
+_WITHOUT_NEW_TOKENS = (None, "NullTokenizer", "SFTTokenizer", "TikTokenizer")
+
 
 def check_places(args: Namespace) -> Iterator[str]:
     """Yields a line for each file or folder that is a URL; a folder of that name would be made."""
@@ -175,6 +178,12 @@ def complete_tokenizer(args: Namespace) -> Iterator[str]:
             "give --tokenizer-type GPT2BPETokenizer, which reads both, or neither file"
         )
     kind = args.tokenizer_type
+    if args.tokenizer_special_tokens and kind not in _WITHOUT_NEW_TOKENS:
+        yield (
+            f"--tokenizer-special-tokens {' '.join(args.tokenizer_special_tokens)} with --tokenizer-type {kind} is not "
+            "served: no token is added to a vocabulary here, and their text would be read in pieces; write them into "
+            "the tokenizer's files, and leave the flag out"
+        )
     if args.tokenizer_model and kind in ("GPT2BPETokenizer", "ByteLevel", "NullTokenizer"):
         args.notes.append(f"--tokenizer-model changes nothing here: {kind} does not read it")
 

@@ -124,7 +124,7 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
     ("--sft-tokenizer-prompt-format", lambda a: a.sft, "--sft"),
     ("--mid-level-dataset-surplus", lambda a: a.packing == "megatron", "--packing megatron"),
     (
-        "--tiktoken-pattern --tiktoken-num-special-tokens",
+        "--tiktoken-* --tokenizer-special-tokens",
         lambda a: a.tokenizer_type == "TikTokenizer",
         "--tokenizer-type TikTokenizer",
     ),
