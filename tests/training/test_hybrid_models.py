@@ -119,6 +119,12 @@ def test_what_cannot_be_built_is_one_line(capsys, flags: str, said: str):
     assert said in "\n".join(refusals(capsys, *RUN, *flags.split()))
 
 
+@pytest.mark.parametrize("norm", ["--qk-layernorm", "--qk-l2-norm"])
+def test_a_note_says_which_norms_megatrons_own_stack_lacks(norm: str):
+    (note,) = parse(*RUN, "--hybrid-layer-pattern", "M*", norm).notes
+    assert note.startswith(f"{norm} with --hybrid-layer-pattern is heeded here")
+
+
 def test_stages_that_layers_do_not_fill_evenly_are_answered_by_the_pattern(capsys):
     flags = ["--hybrid-layer-pattern", "M-*", "--pipeline-model-parallel-size", "2"]
     (line,) = refusals(capsys, *RUN, *flags, world_size=2)

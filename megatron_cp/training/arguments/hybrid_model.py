@@ -116,6 +116,7 @@ def check_hybrid_model(args: Namespace) -> Iterator[str]:
             yield (
                 f"--{name.replace('_', '-')}{words} with --hybrid-layer-pattern is not served; {instead}"
             )
+    _note_norms(args)
     if args.position_embedding_type == "yarn":
         yield (
             "--position-embedding-type yarn with --hybrid-layer-pattern is not served; train a model with rope or none"
@@ -138,3 +139,16 @@ def check_hybrid_model(args: Namespace) -> Iterator[str]:
             f"--optimizer {args.optimizer} with --hybrid-layer-pattern is not served: which of a mixer's matrices it "
             "may take differs by version of Megatron-Core; give --optimizer adam (other steps)"
         )
+
+
+def _note_norms(args: Namespace) -> None:
+    """Notes norms of queries and keys: Megatron-LM takes their flags and builds none in a hybrid model.
+
+    Source: `SelfAttentionSubmodules` in its `hybrid_stack_spec`, core_v0.16 to 0.20.
+    """
+    for name in ("qk_layernorm", "qk_l2_norm"):
+        if getattr(args, name):
+            args.notes.append(
+                f"--{name.replace('_', '-')} with --hybrid-layer-pattern is heeded here; Megatron-LM's own "
+                "hybrid_stack_spec (0.16 to 0.20) has no such norms: a model that it trained goes on without it"
+            )
