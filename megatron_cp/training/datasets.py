@@ -110,8 +110,14 @@ def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainC
             "last of the vocabulary or the one behind it, by version); give the --tokenizer-type that made the files"
         )
     multiple, tp = options.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
-    padded, alone = (-(-size // unit) * unit for unit in (multiple * tp, multiple))
+    padded, alone = _padded(size, multiple * tp), _padded(size, multiple)
     config = config.with_arguments(vocab_size=size, padded_vocab_size=padded, eod_token=eod)
+    own = size if tokenizer is None else tokenizer.vocab_size
+    if padded != _padded(own, multiple * tp):
+        config = config.with_note(
+            f"--vocab-size {size} makes {padded} rows of embeddings; Megatron-LM makes {_padded(own, multiple * tp)} "
+            f"for the tokenizer's {own} words, whatever the flag says"
+        )
     if padded == alone:
         return config
     return config.with_note(
@@ -119,6 +125,10 @@ def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainC
         f"would be to {alone} for one: the rows that pad are drawn with the others and count in the softmax, so losses "
         f"differ; --make-vocab-size-divisible-by {padded} with one rank gives the same"
     )
+
+
+def _padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def plan_request(config: TrainConfig, *, on_cuda: bool) -> PlanRequest:

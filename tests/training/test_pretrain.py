@@ -271,6 +271,16 @@ def test_a_note_says_where_tensor_ranks_pad_the_vocabulary_further(
         assert "would be to 640 for one" in told[2][0]
 
 
+@pytest.mark.parametrize(("size", "is_told"), [("258", False), ("300", False), ("512", True)])
+def test_a_note_says_where_the_vocabulary_is_larger_than_megatrons(tmp_path: Path, size, is_told):
+    write_corpus(tmp_path / "some", [[1, 2, 3]] * 20)
+    flags = ("--data-path", str(tmp_path / "some"), "--tokenizer-type", "ByteLevel")
+    notes = open_data(parsed(*flags, "--vocab-size", size))[0].notes
+    told = [note for note in notes if note.startswith("--vocab-size")]
+    assert len(told) == is_told
+    assert not told or "makes 512 rows of embeddings; Megatron-LM makes 384" in told[0]
+
+
 def test_the_vocabulary_is_padded_for_tensor_parallel_ranks(tmp_path: Path):
     write_corpus(tmp_path / "some", [[1, 2, 3]] * 20)
     config, data = open_data(parsed("--data-path", str(tmp_path / "some"), "--vocab-size", "500"))
