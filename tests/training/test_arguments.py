@@ -294,7 +294,7 @@ def test_groups_of_experts_change_nothing_without_experts(capsys):
     ("flags", "layers"),
     [
         ("--window-size 31,0", {"full": 0, "window": 3}),
-        ("--window-size 31,0 --window-attn-skip-freq 3", {"full": 1, "window": 2}),
+        ("--window-size 31,0 --window-attn-skip-freq 4", {"full": 0, "window": 3}),
         ("--window-size 31,0 --window-attn-skip-freq 2", {"full": 1, "window": 2}),
         ("", {"full": 3, "window": 0}),
     ],

@@ -98,6 +98,12 @@ REFUSED = [
         "--window-attn-skip-freq [1, 0] with --mtp",
         f"{PREDICTION} --window-size 16,0 --window-attn-skip-freq 2",
     ),
+    (
+        f"{PREDICTION} --window-size 16,0 --window-attn-skip-freq 3",
+        1,
+        "is number 3 with Megatron-Core 0.16 and 1 since",
+        f"{PREDICTION} --window-size 16,0 --window-attn-skip-freq 4",
+    ),
     ("--no-rope-freq 2 --num-layers 3", 1, "--no-rope-freq 2 must divide", "--no-rope-freq [0,1]"),
     (
         f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff .01",

@@ -354,3 +354,20 @@ def _settings_of_layers(args: Namespace) -> Iterator[str]:
                 f"--{name.replace('_', '-')} {value} with --mtp-num-layers {args.mtp_num_layers} is not served: "
                 "Megatron-Core looks the layers of predictions up in a list that ends with the decoder; leave one out"
             )
+    if args.window_size is not None and args.hybrid_layer_pattern is None:
+        yield from _numbered_windows(args)
+
+
+def _numbered_windows(args: Namespace) -> Iterator[str]:
+    """Yields a line where versions of Megatron-Core number a prediction's layer so that it would see other keys."""
+    every, layers = args.window_attn_skip_freq, args.num_layers
+    if not isinstance(every, int) or every <= 0:
+        return
+    for number in range(1, args.mtp_num_layers + 1):
+        if (number % every == 0) != ((layers + number) % every == 0):
+            yield (
+                f"--window-attn-skip-freq {every} with --mtp-num-layers {args.mtp_num_layers} and --num-layers "
+                f"{layers} is not served: a prediction's layer is number {layers + number} with Megatron-Core 0.16 and "
+                f"{number} since, and attends in full with one of them alone; give one that divides --num-layers"
+            )
+            return
