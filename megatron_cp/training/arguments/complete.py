@@ -71,6 +71,7 @@ from megatron_cp.training.arguments.ranges import (
 )
 from megatron_cp.training.arguments.stages import check_shared_picks, complete_stages
 from megatron_cp.training.arguments.steps import (
+    check_decoupled_rates,
     check_intervals,
     check_rates,
     check_scheduler_source,
@@ -343,6 +344,7 @@ _STEP_CHECKS: tuple[tuple[Any, ...], ...] = (
     (complete_steps, "train_iters"),
     (check_intervals,),
     (check_rates,),
+    (check_decoupled_rates,),
     (complete_schedule,),
     (check_scheduler_source,),
     (complete_weight_decay,),

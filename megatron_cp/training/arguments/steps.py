@@ -128,6 +128,24 @@ def check_rates(args: Namespace) -> Iterator[str]:
         )
 
 
+def check_decoupled_rates(args: Namespace) -> Iterator[str]:
+    """Yields a line if the rate of embedding and output layer would lie above its largest: Megatron-Core lets it."""
+    most, least = args.decoupled_lr, args.decoupled_min_lr
+    if most is None:
+        return
+    least, flag = (args.min_lr, "--min-lr") if least is None else (least, "--decoupled-min-lr")
+    if least > most:
+        yield (
+            f"{flag} {least} is above --decoupled-lr {most}: the rate of embedding and output layer would grow to it; "
+            f"give a --decoupled-min-lr of at most {most}"
+        )
+    if args.lr_warmup_init > most:
+        yield (
+            f"--lr-warmup-init {args.lr_warmup_init} is above --decoupled-lr {most}: the rate of embedding and output "
+            f"layer would begin there; give one of at most {most}"
+        )
+
+
 def check_scheduler_source(args: Namespace) -> Iterator[str]:
     """Yields a line if both the flags and the checkpoint are to decide the schedule."""
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
