@@ -248,6 +248,16 @@ def test_queries_are_scaled_by_their_position_beside_yarn_and_in_their_document(
     parse(*whole, *YARN.split(), *scaled)
 
 
+def test_latent_attention_without_yarn_heeds_its_scales_together_or_not_at_all():
+    plain = [*OF_LATENT, LATENT, "--rope-type", "rope", "--rotary-scaling-factor", "4"]
+    for flags, unheeded in {
+        "--mscale 2": {"--rotary-scaling-factor", "--mscale"},
+        "--mscale-all-dim .7": set(),
+    }.items():
+        told = {note.split()[0] for note in parse(*plain, *flags.split()).notes}
+        assert told - {"--num-query-groups"} == unheeded
+
+
 def test_latent_attention_without_yarn_may_rotate_a_share():
     parse(*OF_LATENT, LATENT, "--rope-type", "rope", "--rotary-percent", "0.5")
 
@@ -299,9 +309,9 @@ NOTED = {
     "--sgd-momentum 0.8": "--optimizer sgd",
     "--kv-lora-rank 16": "--multi-latent-attention",
     "--rope-type yarn": "--multi-latent-attention",
-    "--yarn-beta-fast 8": "--position-embedding-type yarn",
+    "--yarn-beta-fast 8": f"--position-embedding-type yarn, or --rope-type yarn with {LATENT}",
     "--beta-fast 1": "--multi-latent-attention with --rope-type yarn",
-    "--mscale 0.5": "--position-embedding-type yarn",
+    "--mscale 0.5": f"--position-embedding-type yarn, or --rope-type yarn with {LATENT}",
     "--rope-scaling-factor=4": "--use-rope-scaling",
     "--finetune": "--load",
     "--no-load-optim": "--load",

@@ -19,8 +19,17 @@ def _rotates(args: Namespace) -> bool:
 
 
 def _has_yarn(args: Namespace) -> bool:
-    return args.multi_latent_attention or args.position_embedding_type == "yarn"
+    latent = args.multi_latent_attention and args.rope_type in (None, "yarn")
+    return latent or args.position_embedding_type == "yarn"
 
+
+def _scales_by_yarn(args: Namespace) -> bool:
+    """Latent attention scales its scores by these two together, whatever it rotates by."""
+    both = args.rotary_scaling_factor > 1 and args.mscale_all_dim
+    return _has_yarn(args) or (args.multi_latent_attention and both)
+
+
+_YARN = "--position-embedding-type yarn, or --rope-type yarn with --multi-latent-attention"
 
 # flags (* for any letters), whether what they need is there, and how that is said
 _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
@@ -79,14 +88,11 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
     ),
     (
         "--beta-fast --beta-slow --original-max-position-embeddings",
-        lambda a: a.multi_latent_attention and a.rope_type in (None, "yarn"),
+        lambda a: a.multi_latent_attention and _has_yarn(a),
         "--multi-latent-attention with --rope-type yarn",
     ),
-    (
-        "--yarn-* --no-yarn-* --rotary-scaling-factor --mscale --mscale-all-dim",
-        _has_yarn,
-        "--position-embedding-type yarn",
-    ),
+    ("--yarn-* --no-yarn-* --mscale", _has_yarn, _YARN),
+    ("--rotary-scaling-factor --mscale-all-dim", _scales_by_yarn, _YARN),
     ("--rope-scaling-factor", lambda a: a.use_rope_scaling, "--use-rope-scaling"),
     (
         "--rotary-base --rotary-percent --rotary-interleaved --rotary-seq-len-interpolation-factor "
