@@ -32,6 +32,17 @@ BAD = [
     (["--lr", "nothing"], "--lr"),
     (["--clip-grad", "-1"], "--clip-grad"),
     (["--weight-decay-incr-style", "linear"], "--start-weight-decay"),
+    (
+        [
+            "--weight-decay-incr-style",
+            "linear",
+            "--start-weight-decay",
+            ".2",
+            "--end-weight-decay",
+            ".1",
+        ],
+        "--start-weight-decay 0.2 must be at most --end-weight-decay 0.1",
+    ),
     (["--max-position-embeddings", "16"], "--max-position-embeddings"),
     (["--overlap-param-gather"], "--use-distributed-optimizer"),
     (["--recompute-granularity", "full"], "--recompute-method"),

@@ -213,3 +213,8 @@ def complete_weight_decay(args: Namespace) -> Iterator[str]:
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs "
             "--start-weight-decay and --end-weight-decay"
         )
+    elif args.start_weight_decay > args.end_weight_decay:
+        yield (
+            f"--start-weight-decay {args.start_weight_decay} must be at most --end-weight-decay "
+            f"{args.end_weight_decay}: Megatron-Core's schedule lets it grow alone"
+        )
