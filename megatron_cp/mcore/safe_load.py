@@ -19,6 +19,7 @@ import pathlib
 import pickle
 import signal
 import types
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePath
@@ -155,21 +156,25 @@ def trusting(choices: Sequence[str] = ()) -> AbstractContextManager[None]:
     return torch.serialization.safe_globals([x for x in types_ if x not in known])
 
 
-def load_trusted_types(path: Path | io.BytesIO, name: str | None = None) -> Any:
+def load_trusted_types(
+    path: Path | io.BytesIO, name: str | None = None, *, maps_tensors: bool = False
+) -> Any:
     """Returns the content of a file that `torch.save` wrote, tensors on the CPU.
 
+    With `maps_tensors` their values are read when they are looked at; torch before 1.6 wrote files that are read whole.
     Raises ValueError, naming the type, for a file that holds any type beside the allowed ones, and
     for a damaged file.
     """
     shown = name or str(path)
+    maps = maps_tensors and isinstance(path, Path) and zipfile.is_zipfile(path)
     try:
         try:
-            return _load(path)
+            return _load(path, maps=maps)
         except Exception:
             choices = _unsafe_names(path)
             if not choices or not all(choice.startswith(_CHOICES) for choice in choices):
                 raise
-            return _load(path, choices)  # of another version of Megatron-Core
+            return _load(path, choices, maps=maps)  # of another version of Megatron-Core
     except OSError as problem:
         raise DamagedCheckpointError(
             f"{shown} cannot be read ({problem.strerror}); give another --load"
@@ -188,11 +193,11 @@ def load_trusted_types(path: Path | io.BytesIO, name: str | None = None) -> Any:
         ) from None
 
 
-def _load(path: Path | io.BytesIO, choices: Sequence[str] = ()) -> Any:
+def _load(path: Path | io.BytesIO, choices: Sequence[str] = (), *, maps: bool = False) -> Any:
     with trusting(choices):
         if isinstance(path, io.BytesIO):
             path.seek(0)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
 
 
 def _unsafe_names(path: Path | io.BytesIO) -> list[str]:

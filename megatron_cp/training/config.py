@@ -208,7 +208,7 @@ class DataConfig:
     vocab_size: int | None
     """None until the tokenizer was read."""
     padded_vocab_size: int
-    """0 until the tokenizer was read."""
+    """0 until the tokenizer was read, unless it was given."""
     eod_token: int | None
 
 
@@ -220,6 +220,7 @@ class CheckpointConfig:
     save_interval: int | None
     save_retain_interval: int | None
     load: str | None
+    pretrained_checkpoint: str | None
     ckpt_step: int | None
     ckpt_format: Literal["torch_dist", "torch"]
     async_save: bool
@@ -312,7 +313,7 @@ class TrainConfig:
     def from_arguments(cls, arguments: Mapping[str, Any], notes: tuple[str, ...]) -> TrainConfig:
         """Returns the configuration that holds these completed arguments."""
         kept = {k: v for k, v in arguments.items() if k not in _NOT_OF_THE_RUN}
-        kept.setdefault("padded_vocab_size", 0)
+        kept["padded_vocab_size"] = kept.get("padded_vocab_size") or 0
         kept.setdefault("eod_token", None)
         sections = {
             name: kind(**{field.name: kept[field.name] for field in dataclasses.fields(kind)})

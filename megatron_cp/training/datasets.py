@@ -110,6 +110,8 @@ def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainC
             "last of the vocabulary or the one behind it, by version); give the --tokenizer-type that made the files"
         )
     multiple, tp = options.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
+    if options.padded_vocab_size:
+        return _with_given_padding(config, size, eod)
     padded, alone = _padded(size, multiple * tp), _padded(size, multiple)
     config = config.with_arguments(vocab_size=size, padded_vocab_size=padded, eod_token=eod)
     own = size if tokenizer is None else tokenizer.vocab_size
@@ -129,6 +131,20 @@ def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer | None) -> TrainC
 
 def _padded(size: int, unit: int) -> int:
     return -(-size // unit) * unit
+
+
+def _with_given_padding(config: TrainConfig, size: int, eod: int | None) -> TrainConfig:
+    """Returns the configuration whose model has the rows of --padded-vocab-size.
+
+    Raises ValueError where they do not fit.
+    """
+    padded, tp = config.data.padded_vocab_size, config.parallel.tensor_model_parallel_size
+    if padded < size or padded % tp:
+        raise ValueError(
+            f"--padded-vocab-size {padded} must be a multiple of --tensor-model-parallel-size {tp} and at least the "
+            f"vocabulary of {size}; give another, or leave it out (--use-checkpoint-args takes the checkpoint's)"
+        )
+    return config.with_arguments(vocab_size=size, eod_token=eod)
 
 
 def plan_request(config: TrainConfig, *, on_cuda: bool) -> PlanRequest:

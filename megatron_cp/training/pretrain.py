@@ -34,7 +34,11 @@ from megatron_cp.training.bad_steps.attempt import LocalGradients
 from megatron_cp.training.bad_steps.check import EXIT_CODE as BAD_STEP_CODE
 from megatron_cp.training.bad_steps.check import BadStepError
 from megatron_cp.training.checkpoint.choose import check_checkpoint
-from megatron_cp.training.checkpoint.load import follow_release, load_checkpoint
+from megatron_cp.training.checkpoint.load import (
+    begin_with_pretrained,
+    follow_release,
+    load_checkpoint,
+)
 from megatron_cp.training.checkpoint.save import SaveError
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import SPLITS, RunData, open_tokenizer
@@ -137,6 +141,7 @@ def _prepare(
     check_backend(config)
     if model_checker is not None and not config.steps.plan_only:
         model_checker(config)
+    config = begin_with_pretrained(config)
     if config.checkpoint.load is not None:
         config = follow_release(config)
         check_checkpoint(config)

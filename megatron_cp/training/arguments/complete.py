@@ -30,6 +30,7 @@ from megatron_cp.training.arguments.files import (
     check_fill_in_the_middle,
     check_order,
     check_places,
+    check_pretrained,
     check_profile,
     check_text_samples,
     check_token_files,
@@ -117,12 +118,13 @@ def _overlap(args: Namespace) -> Iterator[str]:
         )
     needed = ("use_distributed_optimizer", "overlap_grad_reduce")
     missing = ["--" + name.replace("_", "-") for name in needed if not getattr(args, name)]
-    if args.pipeline_model_parallel_size > 1 and args.load is None:
+    begins_anew = args.load is None and args.pretrained_checkpoint is None
+    if args.pipeline_model_parallel_size > 1 and begins_anew:
         args.notes.append(
             "each pipeline stage draws its initial weights from a seed of its own (--seed + 100 x stage), as in "
             "Megatron-LM: another --pipeline-model-parallel-size starts from other weights"
         )
-    if args.expert_model_parallel_size > 1 and args.load is None:
+    if args.expert_model_parallel_size > 1 and begins_anew:
         args.notes.append(
             "each expert-parallel rank draws the weights of its experts from a seed of its own, as in Megatron-LM: "
             "another --expert-model-parallel-size starts from other weights"
@@ -354,6 +356,7 @@ _LAST_CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_devices,),
     (complete_records,),
     (check_checkpoints,),
+    (check_pretrained,),
     (check_profile,),
     (check_text_samples,),
     (_spec,),

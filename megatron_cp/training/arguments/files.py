@@ -5,6 +5,7 @@ No file is opened. Each check yields its faults as `faults.py` describes.
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from megatron_cp.training.checkpoint.compare import STRICTNESS
 # Folders and files; the corpora of --data-path are looked at where their words are read.
 _PLACES = (
     "data_args_path", "per_split_data_args_path", "data_cache_path", "tokenizer_model", "vocab_file", "merge_file",
-    "load", "save", "run_dir", "wandb_save_dir",
+    "load", "pretrained_checkpoint", "save", "run_dir", "wandb_save_dir",
 )  # fmt: skip
 
 # Of them TikTokenizer reads the names of its first ids; Megatron-LM gives the others none either.
@@ -233,8 +234,40 @@ def check_checkpoints(args: Namespace) -> Iterator[str]:
         )
     if args.verify_integrity and not args.verify_checkpoint:
         yield "--verify-integrity with --no-verify-checkpoint is not served; give one of the two"
-    if args.exit_on_missing_checkpoint and args.load is None:
+    if args.exit_on_missing_checkpoint and args.load is None and args.pretrained_checkpoint is None:
         yield "--exit-on-missing-checkpoint needs --load <folder>; give it too"
+
+
+def check_pretrained(args: Namespace) -> Iterator[str]:
+    """What would begin with pretrained weights again where a run is to go on."""
+    folder = args.pretrained_checkpoint
+    if folder is None:
+        return
+    flag = f"--pretrained-checkpoint {folder}"
+    if args.finetune and args.load is not None:
+        yield (
+            f"--finetune with {flag} would begin at iteration 0 again at each start, with the weights of --load "
+            f"{args.load}; leave out --finetune: the first start does as it says"
+        )
+    if args.ckpt_step is not None:
+        yield (
+            f"--ckpt-step {args.ckpt_step} with {flag} is not served: it would name a step of either folder; give "
+            "--load and --finetune to begin with a step, or --load alone to go on from one"
+        )
+    for name in ("load", "save"):
+        if (other := getattr(args, name)) is not None and _is_same_folder(other, folder):
+            yield (
+                f"--{name} {other} and {flag} are the same folder, and what a run begins with is not what it goes on "
+                f"from; give another --{name}"
+            )
+    if args.load is None and args.save is not None:
+        args.notes.append(
+            f"every start begins with {flag}: give --load {args.save} too, to go on from what was saved"
+        )
+
+
+def _is_same_folder(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def check_text_samples(args: Namespace) -> Iterator[str]:

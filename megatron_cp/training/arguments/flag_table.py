@@ -190,12 +190,18 @@ TABLE = (
 --tiktoken-num-special-tokens int 1000 | ids of TikTokenizer's special tokens, named ones and fillers
 --tokenizer-special-tokens/--tiktoken-special-tokens words - | names of TikTokenizer's first ids
 --vocab-size int - | vocabulary before padding; default the tokenizer's
+--padded-vocab-size int - | vocabulary of the model; default --vocab-size, padded to --make-vocab-size-divisible-by
 
 [checkpoint]
 --save str - | folder of checkpoints; the run's records go there too
 --save-interval/--persistent-save-interval int - | steps between checkpoints
 --save-retain-interval int - | older checkpoints kept: multiples of this
 --load str - | folder of checkpoints to go on from
+--pretrained-checkpoint str - | folder of the weights to begin with, at iteration 0, while --load has no checkpoint
+--use-checkpoint-args on - | the model's arguments are those of the checkpoint (docs/training.md)
+--use-mp-args-from-checkpoint-args on - | tensor, pipeline and expert sizes too
+--no-use-tokenizer-model-from-checkpoint-args off:use_tokenizer_model_from_checkpoint_args - | the tokenizer stays that of the flags
+--disable-use-tokenizer-model-from-checkpoint-args off:use_tokenizer_model_from_checkpoint_args - | the same
 --dist-ckpt-optim-fully-reshardable on - | sharded optimizer state that any layout can load
 --ckpt-step int - | iteration to load; default the latest
 --ckpt-format one-of:torch_dist,torch torch_dist | format to save in; --load reads the folder's own

@@ -113,22 +113,22 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
     Raises ValueError for a name that no flag sets.
     """
-    actions = _actions()
+    actions = actions_by_name()
     words: list[str] = []
     for name, value in arguments.items():
         if name not in actions:
             raise ValueError(f"{name} is no argument of pretrain_gpt.py; leave it out")
         if value is not None and value != actions[name][0].default:
-            words += _words(actions[name], value)
+            words += words_of(actions[name], value)
     return words
 
 
 def defaults_of_flags() -> dict[str, Any]:
     """Returns what each argument is where no flag sets it."""
-    return {name: actions[0].default for name, actions in _actions().items()}
+    return {name: actions[0].default for name, actions in actions_by_name().items()}
 
 
-def _actions() -> dict[str, list[argparse.Action]]:
+def actions_by_name() -> dict[str, list[argparse.Action]]:
     """Returns the flags that set each argument."""
     parser = argparse.ArgumentParser(add_help=False)
     add_served_flags(parser)
@@ -138,8 +138,8 @@ def _actions() -> dict[str, list[argparse.Action]]:
     return actions
 
 
-def _words(actions: list[argparse.Action], value: Any) -> list[str]:
-    """Returns the words with which one of these flags sets this value."""
+def words_of(actions: list[argparse.Action], value: Any) -> list[str]:
+    """Returns the words with which one of these flags sets this value; none where no flag does."""
     for action in actions:
         flag = action.option_strings[0]
         if action.nargs == 0:

@@ -307,7 +307,6 @@ _PREFIX = re.compile("(no|disable|enable|use)-")
 _DECIDES: dict[str, tuple[str, ...]] = {
     "--batch-size": ("micro_batch_size",),
     "--model-parallel-size": ("tensor_model_parallel_size",),
-    "--use-checkpoint-args": ("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
     "--warmup": ("lr_warmup_fraction",),
 }
 

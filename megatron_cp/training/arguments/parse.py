@@ -18,6 +18,7 @@ from megatron_cp.command_line import refuse
 from megatron_cp.training.arguments.complete import complete_and_check
 from megatron_cp.training.arguments.faults import discard, faults_of
 from megatron_cp.training.arguments.flags import add_served_flags
+from megatron_cp.training.arguments.from_checkpoint import SIZES, take_checkpoint_arguments
 from megatron_cp.training.arguments.known_flags import NOTED, decided_by, refusal
 from megatron_cp.training.arguments.machine import Machine, this_machine
 from megatron_cp.training.arguments.without_effect import notes_without_effect
@@ -71,8 +72,8 @@ def judge_arguments(
 ) -> tuple[argparse.Namespace, list[str]]:
     """Returns a draft and every reason to refuse it, sorted; complete if there is none.
 
-    Opens no file. A reason that only follows from another is left out. Judges for `machine`; by
-    default for this one.
+    Opens no file but the checkpoint of --use-checkpoint-args. A reason that only follows from another is left out.
+    Judges for `machine`; by default for this one.
     """
     parser = build_parser()
     kept, notes, reasons, undecided = _sort_flags(parser, argv)
@@ -81,11 +82,14 @@ def judge_arguments(
     discard(args, *undecided)
     args.notes, args.machine = notes, machine or this_machine()
     reasons += faults_of(partial(_launcher, environment), args, *_OF_LAUNCHER)
-    if [word.partition("=")[0] for word in argv].count("--spec") > 1:
+    flags = [word.partition("=")[0] for word in argv]
+    if flags.count("--spec") > 1:
         reasons.append("--spec is given twice; give one module and one name")
+    given = {action.dest for action in parser._actions if set(flags) & set(action.option_strings)}
+    reasons += faults_of(partial(take_checkpoint_arguments, given), args, *SIZES)
     reasons += complete_and_check(args)
     if not reasons:
-        notes += notes_without_effect(args, [word.partition("=")[0] for word in argv])
+        notes += notes_without_effect(args, flags)
     return args, sorted({" ".join(reason.split()) for reason in reasons})
 
 

@@ -105,8 +105,13 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
         "--no-ckpt-fallback --dist-ckpt-strictness --override-opt-param-scheduler "
         "--override-opt_param-scheduler --use-checkpoint-opt-param-scheduler "
         "--use-checkpoint-opt_param-scheduler",
-        lambda a: a.load,
+        lambda a: a.load or a.pretrained_checkpoint,
         "--load",
+    ),
+    (
+        "--use-mp-args-from-checkpoint-args --*-use-tokenizer-model-from-checkpoint-args",
+        lambda a: a.use_checkpoint_args,
+        "--use-checkpoint-args",
     ),
     (
         "--save-retain-interval --async-save --no-save-optim --no-save-rng --on-save-error --ckpt-format "

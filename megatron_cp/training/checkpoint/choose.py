@@ -11,6 +11,7 @@ restart at the same file.
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,11 @@ MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 Manifest = dict[str, Any] | None
 
 
-def named_folder(config: TrainConfig) -> Path | None:
-    """Returns the folder of the checkpoint to load; None where the tracker names none.
+def named_folder(root: str, step: int | None) -> Path | None:
+    """Returns the folder of the checkpoint to load: of this step, or the tracker's; None where that names none.
 
     Raises DamagedCheckpointError for a damaged tracker.
     """
-    root, step = config.checkpoint.load, config.checkpoint.ckpt_step
-    assert root is not None
     if step is None and files.is_release(root):
         return Path(root) / files.RELEASE
     iteration = step if step is not None else files.latest_iteration(root)
@@ -51,7 +50,7 @@ def check_checkpoint(config: TrainConfig) -> None:
     have met where another one may want to go further back.
     """
     damage: DamagedCheckpointError | None = None
-    for folder in _candidates(config, falls_back=_falls_back(config.checkpoint)):
+    for folder in _candidates_of(config, falls_back(config.checkpoint)):
         try:
             if isinstance(folder, DamagedCheckpointError):
                 raise folder
@@ -82,9 +81,9 @@ def choose_checkpoint(config: TrainConfig) -> tuple[Path, Manifest] | None:
     Collective: every rank calls it, and all choose the same. What is damaged on any rank is told by rank
     0 with the file and the reason. Raises ValueError on every rank alike where nothing may be loaded.
     """
-    wishes = gather(_falls_back(config.checkpoint))
+    wishes = gather(falls_back(config.checkpoint))
     first: str | None = None
-    for candidate in _candidates(config, falls_back=any(wishes)):
+    for candidate in _candidates_of(config, any(wishes)):
         manifest, damage = _examine(candidate, config)
         if damage is None:
             assert isinstance(candidate, Path)
@@ -99,15 +98,15 @@ def choose_checkpoint(config: TrainConfig) -> tuple[Path, Manifest] | None:
     raise ValueError(f"{first}; no earlier one is whole" if any(wishes) else first)
 
 
-def _falls_back(options: CheckpointConfig) -> bool:
-    """Whether this rank would go back to an earlier checkpoint.
+def falls_back(options: CheckpointConfig | Namespace) -> bool:
+    """Returns whether this rank would go back to an earlier checkpoint.
 
     Nodes count restarts each for themselves, so ranks may differ until they have asked each other.
     """
     if options.ckpt_step is not None:
         return False
     if options.ckpt_fallback is not None:
-        return options.ckpt_fallback
+        return bool(options.ckpt_fallback)
     count = os.environ.get(RESTARTS, "0")
     return count.isdigit() and int(count) > 0
 
@@ -120,14 +119,19 @@ def _another_may_fall_back(options: CheckpointConfig) -> bool:
     return allowed.isdigit() and int(allowed) > 0
 
 
-def _candidates(
-    config: TrainConfig, *, falls_back: bool
+def _candidates_of(config: TrainConfig, goes_back: bool) -> Iterator[Path | DamagedCheckpointError]:
+    options = config.checkpoint
+    assert options.load is not None
+    return candidates(options.load, options.ckpt_step, goes_back=goes_back)
+
+
+def candidates(
+    root: str, step: int | None, *, goes_back: bool
 ) -> Iterator[Path | DamagedCheckpointError]:
-    """Yields the checkpoint that is named, or why none can be, and those before it."""
-    root, iteration = config.checkpoint.load, None
-    assert root is not None
+    """Yields the checkpoint that is named, or why none can be, and those before it where a run goes back."""
+    iteration = None
     try:
-        folder = named_folder(config)
+        folder = named_folder(root, step)
         if folder is None:
             return
         yield folder
@@ -136,7 +140,7 @@ def _candidates(
         iteration = int(folder.name.removeprefix("iter_"))
     except DamagedCheckpointError as damage:  # of the tracker
         yield damage
-    if falls_back:
+    if goes_back:
         for number in files.iterations_before(root, iteration):
             yield files.iteration_folder(root, number)
 

@@ -226,6 +226,11 @@ def previous_iteration(root: Path) -> int | None:
         return None
 
 
+def names_a_checkpoint(root: str | Path) -> bool:
+    """Whether there is a tracker, as far as Megatron-LM asks: what it names may be damaged or missing."""
+    return (Path(root) / TRACKER).is_file()
+
+
 def is_release(root: str | Path) -> bool:
     """Whether the tracker names a release: weights alone, as Megatron-LM's converters leave them."""
     tracker = Path(root) / TRACKER

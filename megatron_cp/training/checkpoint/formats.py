@@ -60,6 +60,11 @@ def legacy_folder(folder: Path, config: TrainConfig, tensor_rank: int, pipeline_
     return folder / f"mp_rank_{tensor_rank:02d}"
 
 
+def first_rank_file(folder: Path) -> Path:
+    """Returns the file of the first model-parallel rank of a checkpoint in the format torch."""
+    return _rank_folders(folder)[0] / LEGACY_MODEL
+
+
 def check_legacy_layout(folder: Path, config: TrainConfig) -> None:
     """Raises ValueError if a checkpoint in the format torch is of another layout than the run's."""
     names = [path.name for path in _rank_folders(folder)]

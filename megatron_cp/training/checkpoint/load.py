@@ -52,6 +52,27 @@ def follow_release(config: TrainConfig) -> TrainConfig:
     )
 
 
+def begin_with_pretrained(config: TrainConfig) -> TrainConfig:
+    """Returns the configuration that loads the pretrained checkpoint, for finetuning, where `--load` has none yet.
+
+    Needs no process group. Raises ValueError where neither holds a checkpoint.
+    """
+    options = config.checkpoint
+    first = options.pretrained_checkpoint
+    if first is None or (options.load is not None and files.names_a_checkpoint(options.load)):
+        return config
+    if not files.names_a_checkpoint(first):
+        nor = "" if options.load is None else f", and nor does --load {options.load}"
+        raise ValueError(
+            f"--pretrained-checkpoint {first} holds no checkpoint{nor}; give the folder with the tracker "
+            f"{files.TRACKER} of the weights to begin with"
+        )
+    return config.with_arguments(load=first, finetune=True).with_note(
+        f"training begins at iteration 0 with the weights of --pretrained-checkpoint {first}"
+        + ("" if options.load is None else f", as --load {options.load} holds no checkpoint yet")
+    )
+
+
 @parsing_each_index_once()
 def load_checkpoint(state: RunState) -> bool:
     """Returns whether a checkpoint was found in `--load`; `state` then stands where it was saved.
