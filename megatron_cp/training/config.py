@@ -109,11 +109,14 @@ class StepsConfig:
     batch_schedule: tuple[tuple[int, int], ...]
     """(packs consumed, packs per step from there on); the last size is `global_batch_size`."""
     eval_global_batch_size: int
+    eval_micro_batch_size: int
     train_iters: int
     train_samples: int | None
+    iterations_to_skip: list[int]
     skip_train: bool
     eval_iters: int
     eval_interval: int | None
+    start_eval_at_iter: int | None
     exit_interval: int | None
     exit_duration_in_mins: int | None
     exit_signal_handler: bool

@@ -218,7 +218,8 @@ def _num_samples(config: TrainConfig) -> tuple[int, int, int]:
     train: int = steps.train_samples or max(steps.train_iters, 1) * size
     num_evaluations = 1
     if steps.eval_interval and not steps.skip_train:
-        num_evaluations += steps.train_iters // steps.eval_interval
+        skipped = (steps.start_eval_at_iter or 0) // steps.eval_interval
+        num_evaluations = max(1 + steps.train_iters // steps.eval_interval - skipped, 1)
     evaluated = steps.eval_iters * steps.eval_global_batch_size
     return train, num_evaluations * evaluated, evaluated
 
@@ -226,8 +227,10 @@ def _num_samples(config: TrainConfig) -> tuple[int, int, int]:
 def _least_samples(config: TrainConfig) -> tuple[int, int, int]:
     """Returns how many samples of each split are taken: an evaluation at the last step is the last one."""
     steps, (train, valid, test) = config.steps, _num_samples(config)
-    if valid and steps.eval_interval and steps.train_iters % steps.eval_interval == 0:
-        valid -= steps.eval_iters * steps.eval_global_batch_size
+    evaluated = steps.eval_iters * steps.eval_global_batch_size
+    is_last = steps.eval_interval and steps.train_iters % steps.eval_interval == 0
+    if is_last and valid > evaluated:
+        valid -= evaluated
     return train, valid, test
 
 

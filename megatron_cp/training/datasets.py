@@ -196,7 +196,9 @@ def build_loader(
         global_batch_size=BatchSchedule(config.steps.batch_schedule)
         if is_train
         else config.steps.eval_global_batch_size,
-        micro_batch_size=config.steps.micro_batch_size,
+        micro_batch_size=config.steps.micro_batch_size
+        if is_train
+        else config.steps.eval_micro_batch_size,
         balance=samples is None,
         spans_replicas=config.parallel.spans_replicas,
         num_workers=options.num_workers if is_train else 0,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training.bad_steps.check import BadStepError, StepCheck
 from megatron_cp.training.checkpoint.save import SaveError, Saver
-from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.config import StepsConfig, TrainConfig
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0, warn
 from megatron_cp.training.profiling import memory_history, step_profiler
@@ -114,12 +114,17 @@ def _train(run: Run) -> None:
         memory_history(state.config),
     ):
         while state.iteration < steps.train_iters:
+            if state.iteration + 1 in steps.iterations_to_skip:
+                with _saved_if_batches_fail(run):
+                    _leave_out(run)
+                bar.step(run.journal.tokens_per_s)
+                continue
             profiler.before_step(state.iteration)
             with _saved_if_batches_fail(run):
                 _step(run)
             profiler.after_step(state.iteration)
             bar.step(run.journal.tokens_per_s)
-            if run.loaders.valid is not None and _ends(steps.eval_interval, state.iteration):
+            if run.loaders.valid is not None and _is_evaluated(steps, state.iteration):
                 _evaluate(run, run.loaders.valid, split="validation")
                 _write_texts(run)
             if _ends(steps.check_weight_hash_across_dp_replicas_interval, state.iteration):
@@ -143,6 +148,27 @@ def _train(run: Run) -> None:
 def _ends(interval: int | None, iteration: int) -> bool:
     """Returns whether an interval ends with this iteration; without one (None or 0) none does."""
     return False if not interval else iteration % interval == 0
+
+
+def _is_evaluated(steps: StepsConfig, iteration: int) -> bool:
+    begins = steps.start_eval_at_iter
+    return _ends(steps.eval_interval, iteration) and (begins is None or iteration >= begins)
+
+
+def _leave_out(run: Run) -> None:
+    """Consumes the packs of a step of --iterations-to-skip; nothing follows it, as in Megatron-LM, not even a save."""
+    state, progress = run.state, run.runner.progress
+    number = state.iteration + 1
+    progress.at("batches", number)
+    batches, failure = try_next_batches(run.loaders.train)
+    check_same_batches(batches, f"step {number}", failure=failure)
+    num_packs = run.runner.num_packs(len(batches))
+    state.iteration = number
+    state.consumed_samples += num_packs
+    state.data = run.loaders.train.state_dict()
+    print_rank_0(
+        f" iteration {number} is left out (--iterations-to-skip): {num_packs} packs are consumed"
+    )
 
 
 def _step(run: Run) -> None:

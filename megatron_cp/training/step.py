@@ -83,6 +83,11 @@ class Runner:
             return None
         return torch.stack([report[LOSS_NAME].double() for report in reports])
 
+    def num_packs(self, num_microbatches: int) -> int:
+        """Returns the packs of a training step, over all replicas."""
+        steps, replicas = self.config.steps, self.config.parallel.data_parallel_size
+        return num_microbatches * steps.micro_batch_size * replicas
+
     def _iterators(self, batches: list[PlannedBatch]) -> Any:
         """Returns one iterator per model chunk.
 
@@ -154,9 +159,7 @@ def update(
         updated, grad_norm, num_zeros = optimizer.step()
         largest = _clip_logits(runner, clips=updated)
         runner.timers("optimizer").stop()
-    num_packs = (
-        num_microbatches * config.steps.micro_batch_size * config.parallel.data_parallel_size
-    )
+    num_packs = runner.num_packs(num_microbatches)
     if updated:
         scheduler.step(increment=num_packs)
     return StepResult(

@@ -281,6 +281,7 @@ def _one_batch(args: Namespace) -> Iterator[str]:
     )
     args.train_iters = args.lr_decay_steps = args.lr_warmup_steps = 0
     args.eval_global_batch_size = args.global_batch_size
+    args.eval_micro_batch_size = args.micro_batch_size
     args.batch_schedule = ((0, args.global_batch_size),)
     args.lr, args.wsd_decay_steps, args.wd_incr_steps = args.lr or 0.0, None, 0
     args.start_weight_decay = args.end_weight_decay = args.weight_decay

@@ -6,7 +6,7 @@ Names, types and defaults are Megatron-LM's, so that its scripts mean here what 
 
 with `on` for a switch, `maybe` for one whose default is None, `off:dest` for one that sets `dest` to
 False, `words`, `ints` and `floats` for any number of values, `kind:dest` where the attribute has another name,
-`ranks` for one or more numbers with a list as default, and `-` for no default. The defaults of
+`numbers` for one or more with a list as default, and `-` for no default. The defaults of
 --distributed-backend, --transformer-impl and --wandb-project differ from Megatron-LM's, whose own need
 a GPU, a package or a key; that of --dist-ckpt-strictness is the strictest.
 
@@ -55,7 +55,7 @@ TABLE = (
 --global-batch-size int - | packs per step; default micro-batch x replicas
 --rampup-batch-size ints - | start, increment and packs of a batch size that grows to --global-batch-size
 --step-batch-size-schedule words - | batch sizes by tokens consumed, e.g. "0:384 200B:768"
---eval-global-batch-size int - | packs per evaluated batch; default --global-batch-size
+--iterations-to-skip numbers - | steps that are left out, counted from 1; their packs are consumed
 --train-iters int - | steps to train
 --train-samples int - | packs to train on, instead of --train-iters
 --exit-interval int - | stop after an iteration divisible by this
@@ -200,7 +200,7 @@ TABLE = (
 --pretrained-checkpoint str - | folder of the weights to begin with, at iteration 0, while --load has no checkpoint
 --use-checkpoint-args on - | the model's arguments are those of the checkpoint (docs/training.md)
 --use-mp-args-from-checkpoint-args on - | tensor, pipeline and expert sizes too
---no-use-tokenizer-model-from-checkpoint-args off:use_tokenizer_model_from_checkpoint_args - | the tokenizer stays that of the flags
+--no-use-tokenizer-model-from-checkpoint-args off:use_tokenizer_model_from_checkpoint_args - | not its tokenizer
 --disable-use-tokenizer-model-from-checkpoint-args off:use_tokenizer_model_from_checkpoint_args - | the same
 --dist-ckpt-optim-fully-reshardable on - | sharded optimizer state that any layout can load
 --ckpt-step int - | iteration to load; default the latest
@@ -223,6 +223,9 @@ TABLE = (
 [evaluation]
 --eval-iters int 100 | batches per evaluation
 --eval-interval int - | steps between evaluations; default none before the end
+--start-eval-at-iter int - | no evaluation before this step
+--eval-global-batch-size int - | packs per evaluated batch; default --global-batch-size
+--eval-micro-batch-size int - | packs per replica and micro-batch of it; default --micro-batch-size
 --skip-train on - | evaluate only
 
 [logging]
@@ -240,7 +243,7 @@ TABLE = (
 --use-pytorch-profiler on - | the same: traces are always those of torch.profiler
 --profile-step-start int 10 | steps before the trace
 --profile-step-end int 12 | last step of the trace
---profile-ranks ranks 0 | ranks that write one
+--profile-ranks numbers 0 | ranks that write one
 --record-memory-history on - | record allocations of the last rank's GPU
 --memory-snapshot-path str snapshot.pickle | where they are written at the end
 --log-params-norm on - | norm of the parameters in the log line

@@ -41,8 +41,9 @@ def _options(row: re.Match[str]) -> dict[str, Any]:
         item = _CONVERTERS[_LISTS[kind]]
         default = None if row["default"] == "-" else item(row["default"])
         return {"nargs": "*", "type": item, "default": default}
-    if kind == "ranks":
-        return {"nargs": "+", "type": int, "default": [int(row["default"])]}
+    if kind == "numbers":
+        default = [] if row["default"] == "-" else [int(row["default"])]
+        return {"nargs": "+", "type": int, "default": default}
     convert = _CONVERTERS[kind]
     default = None if row["default"] == "-" else convert(row["default"])
     extra: dict[str, Any] = {}

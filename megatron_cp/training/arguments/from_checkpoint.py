@@ -108,8 +108,14 @@ def take_checkpoint_arguments(given: Collection[str], args: Namespace) -> Iterat
     roots = [root for root in (args.pretrained_checkpoint, args.load) if root is not None]
     if not roots:
         yield "--use-checkpoint-args needs --load <folder> or --pretrained-checkpoint <folder>; give one"
-    for root in roots:
-        yield from _take_from(root, given, args)
+        return
+    faults = [fault for root in roots for fault in _take_from(root, given, args)]
+    yield from faults
+    if not faults and all(getattr(args, name, 0) is None for name in SIZES):
+        yield (
+            f"--use-checkpoint-args: {' and '.join(roots)} hold no arguments, and the command line says no model; give "
+            "a folder of a checkpoint that has them, or the model's flags"
+        )
 
 
 def _take_from(root: str, given: Collection[str], args: Namespace) -> Iterator[str]:

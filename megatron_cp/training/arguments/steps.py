@@ -16,6 +16,7 @@ _INTERVALS = (
     "exit_duration_in_mins",
     "save_interval",
     "eval_interval",
+    "eval_micro_batch_size",
     "save_retain_interval",
     "log_memory_interval",
     "check_weight_hash_across_dp_replicas_interval",
@@ -26,23 +27,30 @@ _INTERVALS = (
 def complete_batch(args: Namespace) -> Iterator[str]:
     """Completes packs and micro-batches per step, in training and evaluation."""
     yield from require(args, "micro_batch_size")
-    per_round = args.micro_batch_size * args.data_parallel_size
-    sizes = yield from _batch_sizes(args, per_round)
-    named = {"--global-batch-size": sizes.sizes()}
-    if args.eval_global_batch_size is None:
-        args.eval_global_batch_size = sizes.steps[-1][1]
-    else:
-        yield from require(args, "eval_global_batch_size")
-        named["--eval-global-batch-size"] = [args.eval_global_batch_size]
-    for flag, values in named.items():
-        for size in values:
-            if size % per_round:
-                yield (
-                    f"{flag} {size} must be a multiple of micro-batch size x data-parallel size = "
-                    f"{args.micro_batch_size} x {args.data_parallel_size} = {per_round}"
-                )
-                break
+    sizes = yield from _batch_sizes(args, args.micro_batch_size * args.data_parallel_size)
     args.global_batch_size, args.batch_schedule = sizes.steps[-1][1], sizes.steps
+    yield from _whole_rounds(args, "", sizes.sizes())
+    is_own = args.eval_global_batch_size is not None or args.eval_micro_batch_size is not None
+    if args.eval_global_batch_size is None:
+        args.eval_global_batch_size = args.global_batch_size
+    if args.eval_micro_batch_size is None:
+        args.eval_micro_batch_size = args.micro_batch_size
+    if is_own:
+        yield from require(args, "eval_global_batch_size", "eval_micro_batch_size")
+        yield from _whole_rounds(args, "eval_", [args.eval_global_batch_size])
+
+
+def _whole_rounds(args: Namespace, use: str, sizes: list[int]) -> Iterator[str]:
+    """Yields a line if a batch is not so many micro-batches on every replica; `use` begins the arguments' names."""
+    micro, replicas = getattr(args, f"{use}micro_batch_size"), args.data_parallel_size
+    for size in sizes:
+        if size % (micro * replicas):
+            yield (
+                f"--{use.replace('_', '-')}global-batch-size {size} must be a multiple of "
+                f"{use.replace('_', ' ')}micro-batch size x data-parallel size = {micro} x {replicas} = "
+                f"{micro * replicas}"
+            )
+            return
 
 
 def _batch_sizes(args: Namespace, per_round: int) -> Generator[str, None, BatchSchedule]:
@@ -82,11 +90,13 @@ def check_virtual_batches(args: Namespace) -> Iterator[str]:
         return
     stages = args.pipeline_model_parallel_size
     group = args.microbatch_group_size_per_vp_stage or stages
-    named = [("--global-batch-size", size) for size in BatchSchedule(args.batch_schedule).sizes()]
+    sizes = BatchSchedule(args.batch_schedule).sizes()
+    named = [("--global-batch-size", size, args.micro_batch_size) for size in sizes]
     if args.eval_iters:
-        named.append(("--eval-global-batch-size", args.eval_global_batch_size))
-    for flag, size in named:
-        count = size // (args.micro_batch_size * args.data_parallel_size)
+        evaluated = (args.eval_global_batch_size, args.eval_micro_batch_size)
+        named.append(("--eval-global-batch-size", *evaluated))
+    for flag, size, micro in named:
+        count = size // (micro * args.data_parallel_size)
         if not stages <= group <= count or 0 < count % group < stages:
             yield (
                 f"{flag} {size} is {count} micro-batches a replica; with virtual stages they must be a multiple of "
@@ -115,6 +125,11 @@ def check_intervals(args: Namespace) -> Iterator[str]:
     yield from require(
         args, *(name for name in _INTERVALS if getattr(args, name, None) is not None)
     )
+    if args.start_eval_at_iter is not None and args.start_eval_at_iter < 0:
+        yield f"--start-eval-at-iter {args.start_eval_at_iter} must not be negative"
+    for step in args.iterations_to_skip:
+        if step < 1:
+            yield f"--iterations-to-skip {step} must be positive: steps are counted from 1"
 
 
 def check_rates(args: Namespace) -> Iterator[str]:

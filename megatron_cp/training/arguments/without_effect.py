@@ -139,7 +139,12 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
         lambda a: a.tokenizer_type == "TikTokenizer",
         "--tokenizer-type TikTokenizer",
     ),
-    ("--eval-interval --eval-global-batch-size", lambda a: a.eval_iters, "--eval-iters above 0"),
+    (
+        "--eval-interval --eval-global-batch-size --eval-micro-batch-size",
+        lambda a: a.eval_iters,
+        "--eval-iters above 0",
+    ),
+    ("--start-eval-at-iter", lambda a: a.eval_interval and a.eval_iters, "--eval-interval"),
     ("--exit-signal", lambda a: a.exit_signal_handler, "--exit-signal-handler"),
     ("--bad-steps-in-a-row", lambda a: a.on_bad_step == "skip", "--on-bad-step skip"),
     ("--manual-gc-interval", lambda a: a.manual_gc, "--manual-gc"),
