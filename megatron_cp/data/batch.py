@@ -273,7 +273,7 @@ def _build_pack(documents: Texts, pack: Pack, config: BatchConfig) -> PackedBatc
             labels[used - 1] = read_with_next(documents, following, config.vocab_size)[0]
     if config.eod_mask_loss:
         no_loss |= tokens == config.eod_token
-    no_loss |= labels == _NO_LABEL
+    no_loss |= (labels == _NO_LABEL) | (not pack.counts)
     return PackedBatch(
         tokens=tokens,
         labels=np.where(labels == _NO_LABEL, 0, labels),

@@ -23,6 +23,7 @@ from megatron_cp.data.blend import make_packer
 from megatron_cp.data.document_set import Documents
 from megatron_cp.data.fill_in_the_middle import check_rearrangeable
 from megatron_cp.data.hybrid import BothLayouts, HybridBuilder, choose_layout
+from megatron_cp.data.one_epoch import OneEpoch
 from megatron_cp.data.pack_cost import pack_area, pack_seconds
 from megatron_cp.data.packing import Pack, PackingConfig, PackSource
 from megatron_cp.data.worker import BatchBuilder, Builder, Built, WorkerProcess
@@ -318,6 +319,13 @@ class PackedLoader:
         """Micro-batches of the step that comes next, or is being taken."""
         size = self._sizes.size_at(self._consumed_samples)
         return size // (self._dp_size * self.config.micro_batch_size)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Global batches of a packer of one epoch, from its beginning; None for any other."""
+        if not isinstance(self._packer, OneEpoch):
+            return None
+        return len(self._packer) // self._sizes.size_at(0)
 
     @property
     def consumed_samples(self) -> int:

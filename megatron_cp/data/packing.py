@@ -43,12 +43,14 @@ class Pack:
     """The pieces of one pack in order.
 
     `following` is where the stream goes on (`split` only), for the label of the last token. A loader
-    numbers the packs of its stream from 0, over all epochs and ranks.
+    numbers the packs of its stream from 0, over all epochs and ranks. Where it does not count, it fills up a batch, and
+    none of its tokens carries loss.
     """
 
     pieces: tuple[Piece, ...]
     following: tuple[int, int] | None = None
     number: int = 0
+    counts: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -184,6 +186,11 @@ class Packer:
     def epoch(self) -> int:
         """The epoch from which the next document will be drawn."""
         return self._epoch
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an epoch."""
+        return int(self._lengths.sum())
 
     def identity(self) -> dict[str, Any]:
         """Returns the settings that a state belongs to, in JSON values."""

@@ -43,13 +43,14 @@ class GPTSamples:
     """What Megatron's samples depend on, under Megatron-LM's names.
 
     Either `blend` and `split`, or `blend_per_split`: the corpora of "train", "valid" and "test".
-    `num_samples` is what the run asks of each split; a split that is asked for none is not built.
+    `num_samples` is what the run asks of each split, None for those of one epoch; a split that is asked for none is not
+    built.
     `cache_path` keeps the indices for the next run; without it nothing is left on disk.
     """
 
     seq_length: int
     seed: int
-    num_samples: tuple[int, int, int]
+    num_samples: tuple[int | None, int | None, int | None]
     blend: Sequence[BlendSource] | None = None
     split: str | None = None
     blend_per_split: Mapping[str, Sequence[BlendSource] | None] | None = None
@@ -112,12 +113,14 @@ def open_gpt_samples(request: GPTSamples) -> dict[str, GPTSplit | None]:
         )
     corpora = _open_corpora(request)
     built = [
-        bool(parts) and bool(count) and any(part.num_tokens for _, part in parts)
+        bool(parts) and count != 0 and any(part.num_tokens for _, part in parts)
         for parts, count in zip(corpora, request.num_samples, strict=True)
     ]
-    for parts, is_built, name in zip(corpora, built, _SPLITS, strict=True):
+    for parts, count, is_built, name in zip(
+        corpora, request.num_samples, built, _SPLITS, strict=True
+    ):
         if is_built:
-            _check_shares(parts, request.seq_length, name)
+            _check_shares(parts, request.seq_length, name, is_one_epoch=count is None)
     datasets = _build(request, built, _checksum(corpora))
     return {
         name: _read_index(dataset, parts, request) if is_built else None
@@ -160,10 +163,11 @@ def _with_weight(sources: Sequence[BlendSource]) -> list[BlendSource]:
     return [source for source in sources if source.weight != 0]
 
 
-def _check_shares(parts: _Parts, seq_length: int, name: str) -> None:
+def _check_shares(parts: _Parts, seq_length: int, name: str, *, is_one_epoch: bool) -> None:
     for source, part in parts:
         # Megatron counts epochs until there are enough tokens: with none it never ends.
-        least = seq_length + 1 if source.weight is None and len(parts) > 1 else 1
+        is_once = is_one_epoch or (source.weight is None and len(parts) > 1)
+        least = seq_length + 1 if is_once else 1
         if part.num_tokens < least:
             raise ValueError(
                 f"--packing megatron: {source.prefix} has {part.num_tokens} tokens in the {name} "

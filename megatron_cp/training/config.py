@@ -117,6 +117,9 @@ class StepsConfig:
     eval_iters: int
     eval_interval: int | None
     start_eval_at_iter: int | None
+    full_validation: bool
+    multiple_validation_sets: bool
+    validation_set_names: list[str] | None
     exit_interval: int | None
     exit_duration_in_mins: int | None
     exit_signal_handler: bool

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megatron_cp.data.blend import Opens, open_blend, open_split_blend
+from megatron_cp.data.blend import BlendedDocuments, Opens, open_blend, open_split_blend
 from megatron_cp.data.blend_sources import (
     BlendSource,
     parse_blend,
@@ -36,6 +37,13 @@ _DEFAULT_SPLIT = "969,30,1"  # Megatron-LM's
 _NUM_MOCK_DOCUMENTS = 512
 
 
+class ValidationSet(NamedTuple):
+    """The documents of one corpus of validation; with `--packing megatron` its samples."""
+
+    documents: Documents
+    samples: SamplePacker | None
+
+
 @dataclass(frozen=True)
 class RunData:
     """The documents of each split, None where a split has no token; with `--packing megatron` its samples."""
@@ -44,6 +52,18 @@ class RunData:
     samples: dict[Split, SamplePacker] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     fim: FillInTheMiddle | None = None
+    validation_sets: dict[str, ValidationSet] = field(default_factory=dict)
+    """By name, with --multiple-validation-sets."""
+
+    def of_validation_set(self, name: str) -> RunData:
+        """Returns the data whose validation is this set alone."""
+        documents, samples = self.validation_sets[name]
+        own: dict[Split, SamplePacker] = {} if samples is None else {"valid": samples}
+        return replace(
+            self,
+            splits={**self.splits, "valid": documents},
+            samples={**self.samples, **own},
+        )
 
     def train(self) -> Documents:
         """Returns the training documents. Raises ValueError if there are none."""
@@ -82,7 +102,49 @@ def open_corpora(config: TrainConfig) -> RunData:
             for name, documents in zip(SPLITS, splits, strict=True)
         },
         notes=tuple(notes),
+        validation_sets=_validation_sets(config, splits[1]),
     )
+
+
+def _validation_sets(config: TrainConfig, valid: Documents | None) -> dict[str, ValidationSet]:
+    """Returns each corpus of validation by its name, where they are evaluated one by one."""
+    sources = _sources_of_sets(config)
+    corpora: Sequence[Documents | None] = (valid,)
+    if isinstance(valid, BlendedDocuments):
+        corpora = valid.corpora
+    if sources and len(corpora) != len(sources):
+        raise ValueError(
+            f"{len(sources) - len(corpora)} of {len(sources)} corpora of validation have no token to evaluate; leave "
+            "them out"
+        )
+    parts = zip(sources, corpora, strict=False)
+    return {name: ValidationSet(part, None) for name, part in parts if part is not None}
+
+
+def _sources_of_sets(config: TrainConfig) -> dict[str, BlendSource]:
+    """Returns the corpora of validation by their names in the log; none where they are evaluated together.
+
+    Raises ValueError where names and corpora are not as many, and for weights where every token is to count once.
+    """
+    options, steps = config.data, config.steps
+    if not steps.full_validation or options.mock_data:
+        return {}
+    joint = _joint_sources(options)
+    sources = _sources_per_split(options)[1] or () if joint is None else joint
+    if any(source.weight is not None for source in sources):
+        raise ValueError(
+            "--full-validation with weights of the corpora of validation is not served, nor by Megatron-LM: every "
+            "token counts once; give --train-data-path with weights and --valid-data-path without"
+        )
+    if not steps.multiple_validation_sets:
+        return {}
+    names = steps.validation_set_names or [str(number) for number in range(len(sources))]
+    if len(names) != len(sources):
+        raise ValueError(
+            f"--validation-set-names {' '.join(names)} are {len(names)} names for {len(sources)} corpora of "
+            "validation; give each one"
+        )
+    return dict(zip(names, sources, strict=True))
 
 
 def open_tokenizer(options: DataConfig) -> Tokenizer | None:
@@ -179,26 +241,26 @@ def _megatron_samples(config: TrainConfig, split: str) -> RunData:
     """Returns what Megatron's GPTDataset would draw in this run."""
     options = config.data
     joint = _joint_sources(options)
-    opened = open_gpt_samples(
-        GPTSamples(
-            seq_length=options.seq_length,
-            seed=config.steps.seed,
-            num_samples=_num_samples(config),
-            blend=joint,
-            split=split if joint is not None else None,
-            blend_per_split=None
-            if joint is not None
-            else dict(zip(SPLITS, _sources_per_split(options), strict=True)),
-            mid_level_dataset_surplus=options.mid_level_dataset_surplus,
-            cache_path=None if options.data_cache_path is None else Path(options.data_cache_path),
-            eod=options.eod_token or 0,
-            vocab_size=options.vocab_size,
-        )
+    sets = _sources_of_sets(config)
+    request = GPTSamples(
+        seq_length=options.seq_length,
+        seed=config.steps.seed,
+        num_samples=_num_samples(config),
+        blend=joint,
+        split=split if joint is not None else None,
+        blend_per_split=None
+        if joint is not None
+        else dict(zip(SPLITS, _sources_per_split(options), strict=True)),
+        mid_level_dataset_surplus=options.mid_level_dataset_surplus,
+        cache_path=None if options.data_cache_path is None else Path(options.data_cache_path),
+        eod=options.eod_token or 0,
+        vocab_size=options.vocab_size,
     )
+    opened = open_gpt_samples(request)
     parts = {name: opened[name] for name in SPLITS}
     for name, wanted in zip(SPLITS, _least_samples(config), strict=True):
         part = parts[name]
-        if part is not None and part.packer.num_samples < wanted:
+        if part is not None and wanted is not None and part.packer.num_samples < wanted:
             raise ValueError(
                 f"--packing megatron: the {name} split has {part.packer.num_samples} samples, this run takes {wanted}; "
                 "corpora without weights are read once: give weights, or fewer --train-iters or --eval-iters"
@@ -206,11 +268,21 @@ def _megatron_samples(config: TrainConfig, split: str) -> RunData:
     return RunData(
         {name: None if part is None else part.documents for name, part in parts.items()},
         {name: part.packer for name, part in parts.items() if part is not None},
+        validation_sets={name: _set_of_samples(request, source) for name, source in sets.items()},
     )
 
 
-def _num_samples(config: TrainConfig) -> tuple[int, int, int]:
-    """Returns how many samples Megatron-LM asks of each split: its order depends on the number."""
+def _set_of_samples(request: GPTSamples, source: BlendSource) -> ValidationSet:
+    """Returns all of Megatron's samples of one corpus of validation."""
+    part = open_gpt_samples(
+        replace(request, num_samples=(0, None, 0), blend_per_split={"valid": [source]})
+    )["valid"]
+    assert part is not None
+    return ValidationSet(part.documents, part.packer)
+
+
+def _num_samples(config: TrainConfig) -> tuple[int, int | None, int]:
+    """Returns how many samples Megatron-LM asks of each split, None for one epoch: its order depends on the number."""
     steps = config.steps
     size = steps.global_batch_size
     if steps.plan_only:
@@ -221,15 +293,15 @@ def _num_samples(config: TrainConfig) -> tuple[int, int, int]:
         skipped = (steps.start_eval_at_iter or 0) // steps.eval_interval
         num_evaluations = max(1 + steps.train_iters // steps.eval_interval - skipped, 1)
     evaluated = steps.eval_iters * steps.eval_global_batch_size
-    return train, num_evaluations * evaluated, evaluated
+    return train, None if steps.full_validation else num_evaluations * evaluated, evaluated
 
 
-def _least_samples(config: TrainConfig) -> tuple[int, int, int]:
+def _least_samples(config: TrainConfig) -> tuple[int, int | None, int]:
     """Returns how many samples of each split are taken: an evaluation at the last step is the last one."""
     steps, (train, valid, test) = config.steps, _num_samples(config)
     evaluated = steps.eval_iters * steps.eval_global_batch_size
     is_last = steps.eval_interval and steps.train_iters % steps.eval_interval == 0
-    if is_last and valid > evaluated:
+    if is_last and valid is not None and valid > evaluated:
         valid -= evaluated
     return train, valid, test
 

@@ -16,7 +16,8 @@ from megatron_cp.data.document_set import BIDIRECTIONAL, Documents, DocumentSet
 from megatron_cp.data.indexed import IndexedDataset
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.manifest import note_of_another_tokenizer
-from megatron_cp.data.packing import PackingConfig
+from megatron_cp.data.one_epoch import OneEpoch, packs_of_all_tokens
+from megatron_cp.data.packing import Packer, PackingConfig, PackSource
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.mcore.arguments import cp_config_from_arguments
 from megatron_cp.mcore.validation import check_padding
@@ -50,7 +51,8 @@ def open_data(config: TrainConfig) -> tuple[TrainConfig, RunData]:
     _check_something_is_learned(data.train(), config)
     # Those of validation and test are drawn when ranks wait for each other.
     for split, documents in data.splits.items():
-        if documents is not None and (split == "train" or config.steps.eval_iters):
+        is_once = split == "valid" and config.steps.full_validation
+        if documents is not None and (split == "train" or config.steps.eval_iters) and not is_once:
             check_packs(documents, _packing(config, shuffle=False))
     if fim is not None and fim.tokens.eod != config.data.eod_token:
         config = config.with_note(
@@ -203,14 +205,24 @@ def build_loader(
         spans_replicas=config.parallel.spans_replicas,
         num_workers=options.num_workers if is_train else 0,
     )
+    packer: PackSource | None = copy.copy(samples)  # the index is shared, the position is not
+    if split == "valid" and config.steps.full_validation:
+        packer = _one_epoch(
+            documents, packer, settings.packing, config.steps.eval_global_batch_size
+        )
     return PackedLoader(
-        documents,
-        settings,
-        request,
-        packer=copy.copy(samples),  # the index is shared, the position is the loader's
-        dp_rank=dp_rank,
-        dp_size=dp_size,
+        documents, settings, request, packer=packer, dp_rank=dp_rank, dp_size=dp_size
     )
+
+
+def _one_epoch(
+    documents: Documents, samples: PackSource | None, packing: PackingConfig, batch_size: int
+) -> OneEpoch:
+    """Returns all packs of validation, or all of Megatron's samples of it."""
+    if samples is not None:
+        return OneEpoch(list(samples), batch_size, samples.identity())
+    packs = packs_of_all_tokens(documents, packing)
+    return OneEpoch(packs, batch_size, Packer(documents.lengths, packing).identity())
 
 
 def _packing(config: TrainConfig, *, shuffle: bool) -> PackingConfig:

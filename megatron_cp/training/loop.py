@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.training.bad_steps.check import BadStepError, StepCheck
 from megatron_cp.training.checkpoint.save import SaveError, Saver
-from megatron_cp.training.config import StepsConfig, TrainConfig
+from megatron_cp.training.config import TrainConfig
+from megatron_cp.training.held_out import HeldOut
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0, warn
 from megatron_cp.training.profiling import memory_history, step_profiler
@@ -46,17 +47,21 @@ ENDS_ALL = (BatchError, BatchesDifferError, BadStepError, ReplicasDifferError)
 
 @dataclass(frozen=True)
 class Loaders:
-    """The loaders of this rank's replica; None where a split is empty or not wanted."""
+    """The loaders of this rank's replica; no validation and no test where a split is empty or not wanted."""
 
     train: PackedLoader
-    valid: PackedLoader | None
-    test: PackedLoader | None
+    valid: tuple[HeldOut, ...]
+    test: HeldOut | None
 
     def close(self) -> None:
         """Ends their workers."""
-        for loader in (self.train, self.valid, self.test):
-            if loader is not None:
-                loader.close()
+        self.train.close()
+        for held_out in self.held_out():
+            held_out.loader.close()
+
+    def held_out(self) -> tuple[HeldOut, ...]:
+        """Returns what is evaluated at the end."""
+        return self.valid if self.test is None else (*self.valid, self.test)
 
 
 @dataclass
@@ -95,9 +100,9 @@ def run_to_end(run: Run) -> None:
             print_rank_0("training ...")
             _train(run)
             print_datetime("after training is done")
-        for split, loader in (("validation", run.loaders.valid), ("test", run.loaders.test)):
-            if loader is not None and not run.journal.knows(split) and not run.exits.is_signalled():
-                _evaluate(run, loader, split=split)
+        for held_out in run.loaders.held_out():
+            if not run.journal.knows(held_out.name) and not run.exits.is_signalled():
+                _evaluate(run, held_out)
         _write_texts(run)
         run.journal.close_well()
 
@@ -124,9 +129,7 @@ def _train(run: Run) -> None:
                 _step(run)
             profiler.after_step(state.iteration)
             bar.step(run.journal.tokens_per_s)
-            if run.loaders.valid is not None and _is_evaluated(steps, state.iteration):
-                _evaluate(run, run.loaders.valid, split="validation")
-                _write_texts(run)
+            _evaluate_if_due(run)
             if _ends(steps.check_weight_hash_across_dp_replicas_interval, state.iteration):
                 _compare_replicas(run)
             stops = run.exits.stops_after(state.iteration)
@@ -150,9 +153,15 @@ def _ends(interval: int | None, iteration: int) -> bool:
     return False if not interval else iteration % interval == 0
 
 
-def _is_evaluated(steps: StepsConfig, iteration: int) -> bool:
-    begins = steps.start_eval_at_iter
-    return _ends(steps.eval_interval, iteration) and (begins is None or iteration >= begins)
+def _evaluate_if_due(run: Run) -> None:
+    """Every set of validation, and samples of text, where an interval ends; none before --start-eval-at-iter."""
+    steps, iteration = run.state.config.steps, run.state.iteration
+    is_due = _ends(steps.eval_interval, iteration) and iteration >= (steps.start_eval_at_iter or 0)
+    if not run.loaders.valid or not is_due:
+        return
+    for held_out in run.loaders.valid:
+        _evaluate(run, held_out)
+    _write_texts(run)
 
 
 def _leave_out(run: Run) -> None:
@@ -242,18 +251,18 @@ def _save(run: Run, saver: Saver, *, is_last: bool) -> None:
         saver.save(is_last=is_last)
 
 
-def _evaluate(run: Run, loader: PackedLoader, *, split: str) -> None:
+def _evaluate(run: Run, held_out: HeldOut) -> None:
     """The loss on held-out documents, logged; nothing if the exit signal comes before its end."""
-    num_batches = run.state.config.steps.eval_iters
-    run.runner.progress.at(f"evaluation ({split})")
+    signalled = run.exits.is_signalled
+    run.runner.progress.at(f"evaluation ({held_out.name})")
     with (
         _saved_if_batches_fail(run),
         whole_parameters(run.runner),
         run.runner.timers.measure("evaluate"),
     ):
-        loss = evaluate(run.runner, loader, num_batches, is_cut=run.exits.is_signalled)
-    if not run.exits.is_signalled():
-        run.journal.evaluated(split, f"iteration {run.state.iteration}", loss)
+        loss = evaluate(run.runner, held_out.loader, held_out.num_batches, is_cut=signalled)
+    if not signalled():
+        run.journal.evaluated(held_out.name, f"iteration {run.state.iteration}", loss)
 
 
 def _write_texts(run: Run) -> None:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,8 +40,9 @@ from megatron_cp.training.checkpoint.load import (
 )
 from megatron_cp.training.checkpoint.save import SaveError
 from megatron_cp.training.config import TrainConfig
-from megatron_cp.training.corpora import SPLITS, RunData, open_tokenizer
+from megatron_cp.training.corpora import RunData, open_tokenizer
 from megatron_cp.training.held_folders import hold
+from megatron_cp.training.held_out import held_out_sets
 from megatron_cp.training.logging.flops import ModelFlops
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import arguments_block, print_rank_0
@@ -302,14 +302,9 @@ def _build_loaders(config: TrainConfig, data: RunData, request: PlanRequest) -> 
         "dp_rank": parallel_state.get_data_parallel_rank(),
         "dp_size": config.parallel.data_parallel_size,
     }
-    load = partial(datasets.build_loader, config, data, request, **place)
-    train = load(split="train")
-    if not config.steps.eval_iters:
-        return Loaders(train, None, None)
-    if empty := [name for name in SPLITS if data.splits[name] is None]:
-        print_rank_0(f"> no token in {' and '.join(empty)}: nothing is evaluated there")
-    valid = None if "valid" in empty else load(split="valid")
-    return Loaders(train, valid, None if "test" in empty else load(split="test"))
+    train = datasets.build_loader(config, data, request, split="train", **place)
+    valid, test = held_out_sets(config, data, request, **place)
+    return Loaders(train, valid, test)
 
 
 def _resume(state: RunState, loader: PackedLoader, data: RunData) -> None:

@@ -23,7 +23,7 @@ def test_the_box_says_means_over_all_steps_and_what_to_run_next():
     for step in range(20):
         summary.step(9.0 - 0.1 * step, 512)
         summary.row(ROW | {"cp/zigzag_area_max_over_mean": 1.2 + 0.01 * step})
-    summary.held_out.append((20, 7.5))
+    summary.evaluated("validation", 20, 7.5)
     lines = next_lines(
         "runs/my run", "runs/my run", "runs/my run/wandb/offline-run-1", None, "ab12"
     )

@@ -1,8 +1,14 @@
 """Which steps are taken, and when and in which batches a model is evaluated: Megatron-LM's flags."""
 
+import re
+
+import numpy as np
 import pytest
 
-from tests.training.commands import SMALL_RUN, metrics, train
+from megatron_cp.training.arguments import parse_arguments
+from megatron_cp.training.datasets import open_data
+from tests.faults.bad_files import write_corpus
+from tests.training.commands import MODEL, SMALL_RUN, metrics, train
 from tests.training.verdicts import parse, refusal
 
 STILL = [*SMALL_RUN, "--lr", "0", "--eval-interval", "1", "--eval-global-batch-size", "4"]
@@ -49,3 +55,114 @@ def test_batches_of_an_evaluation_are_dealt_by_their_own_sizes(capsys):
     )
     for flag in ("--eval-micro-batch-size", "--iterations-to-skip"):
         assert refusal(capsys, *SMALL_RUN, flag, "0").startswith(f"{flag} 0 must be positive")
+
+
+SIZE = 32
+ONE = [SIZE]  # one document, as long as a pack
+MANY = [5, 60, 17, 32, 1, 44, 33]  # 192 tokens
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> dict[str, str]:
+    folder, draw = tmp_path_factory.mktemp("held_out"), np.random.default_rng(3)
+    texts = {"one": ONE, "many": MANY, "empty": [0]}
+    return {
+        name: str(write_corpus(folder / name, [draw.integers(0, 512, n).tolist() for n in lengths]))
+        for name, lengths in texts.items()
+    }
+
+
+def held_out_run(corpora, *words: str, packing: str = "split") -> list[str]:
+    """A run that learns nothing; `words` are corpora of validation."""
+    named = [corpora.get(word, word) for word in words]
+    data = ["--train-data-path", corpora["one"], "--valid-data-path", *named]
+    sizes = ["--vocab-size", "512", "--seq-length", str(SIZE), "--num-workers", "0"]
+    once = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "0", "--log-interval", "1"]
+    masks = ["--reset-attention-mask", "--reset-position-ids", "--packing", packing, "--no-wandb"]
+    return [*MODEL, *data, *sizes, *once, *masks, "--cp-planner", "zigzag", "--eval-iters", "0"]
+
+
+def loss_of(folder, name: str) -> float:
+    (loss,) = metrics(folder, f"lm loss {name}").values()
+    return loss
+
+
+def test_sets_of_validation_are_evaluated_whole_and_by_their_names(corpora, tmp_path):
+    """The loss of one document is that of the step that sees it; those of both sets give that of all tokens."""
+    sets, both = tmp_path / "sets", tmp_path / "both"
+    names = [
+        "--full-validation",
+        "--multiple-validation-sets",
+        "--validation-set-names",
+        "wiki",
+        "code",
+    ]
+    output = train(1, *held_out_run(corpora, "one", "many"), *names, "--run-dir", str(sets))
+    assert "validation-wiki loss at iteration 1" in output
+    assert "held-out loss-code" in output
+    whole = ["--full-validation", "--run-dir", str(both)]
+    # Two ranks and batches of four packs: the last of seven is filled up.
+    flags = ["--context-parallel-size", "2", "--eval-global-batch-size", "4"]
+    train(2, *held_out_run(corpora, "one", "many"), *whole, *flags)
+    wiki, code = (loss_of(sets, f"validation-{name}") for name in ("wiki", "code"))
+    assert wiki == pytest.approx(metrics(sets)[1], rel=1e-6)
+    of_one, of_many = SIZE - 1, sum(length - 1 for length in MANY)
+    mean = (wiki * of_one + code * of_many) / (of_one + of_many)
+    assert loss_of(both, "validation") == pytest.approx(mean, rel=2e-6)
+
+
+@pytest.mark.parametrize("packing", ["keep", "split", "megatron"])
+def test_all_of_validation_is_what_as_many_batches_of_one_pack_are(corpora, tmp_path, packing):
+    """Of 192 tokens: as many packs as documents fit into, or six; of samples with one token more five."""
+    count = {"keep": 7, "split": 6, "megatron": 5}[packing]
+    run = held_out_run(corpora, "many", packing=packing)
+    counted, whole = tmp_path / "counted", tmp_path / "whole"
+    train(1, *run, "--eval-iters", str(count), "--eval-global-batch-size", "1",
+          "--run-dir", str(counted))  # fmt: skip
+    twice = ["--train-iters", "2", "--eval-interval", "1"]
+    train(2, *run, "--full-validation", "--eval-global-batch-size", "4", "--run-dir", str(whole),
+          "--eval-micro-batch-size", "2", "--context-parallel-size", "2", *twice)  # fmt: skip
+    wanted = loss_of(counted, "validation")
+    assert metrics(whole, "lm loss validation") == pytest.approx({1: wanted, 2: wanted}, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--multiple-validation-sets", "--multiple-validation-sets needs --full-validation, as in"),
+        ("--validation-set-names a", "--validation-set-names needs --multiple-validation-sets"),
+        (
+            "--full-validation --multiple-validation-sets --validation-set-names a a",
+            "--validation-set-names a a must differ",
+        ),
+    ],
+)
+def test_wishes_that_miss_another_flag_are_refused(corpora, capsys, flags, reason):
+    assert refusal(capsys, *held_out_run(corpora, "one"), *flags.split()).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "reason"),
+    [
+        ("1 one 2 many", "", "--full-validation with weights of the corpora of validation is not"),
+        ("one many", "--validation-set-names a", "--validation-set-names a are 1 names for 2 corp"),
+        ("one empty", "", "1 of 2 corpora of validation have no token to evaluate; leave them out"),
+    ],
+)
+@pytest.mark.parametrize("packing", ["split", "megatron"])
+def test_corpora_that_cannot_be_sets_are_refused(corpora, capsys, words, flags, reason, packing):
+    run = held_out_run(corpora, *words.split(), packing=packing)
+    config = parse_arguments(
+        [*run, "--full-validation", "--multiple-validation-sets", *flags.split()], {}
+    )
+    if packing == "megatron" and "empty" in words:
+        reason = "has no token; give it documents or leave it out"
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        open_data(config)
+
+
+def test_sets_need_corpora_of_their_own(capsys):
+    line = refusal(capsys, *SMALL_RUN, "--full-validation", "--multiple-validation-sets")
+    assert line.startswith(
+        "--multiple-validation-sets needs corpora of validation alone; give --val"
+    )

@@ -6,7 +6,7 @@ Names, types and defaults are Megatron-LM's, so that its scripts mean here what 
 
 with `on` for a switch, `maybe` for one whose default is None, `off:dest` for one that sets `dest` to
 False, `words`, `ints` and `floats` for any number of values, `kind:dest` where the attribute has another name,
-`numbers` for one or more with a list as default, and `-` for no default. The defaults of
+`numbers` for one or more with a list as default, `names` for one or more words, and `-` for no default. The defaults of
 --distributed-backend, --transformer-impl and --wandb-project differ from Megatron-LM's, whose own need
 a GPU, a package or a key; that of --dist-ckpt-strictness is the strictest.
 
@@ -226,6 +226,9 @@ TABLE = (
 --start-eval-at-iter int - | no evaluation before this step
 --eval-global-batch-size int - | packs per evaluated batch; default --global-batch-size
 --eval-micro-batch-size int - | packs per replica and micro-batch of it; default --micro-batch-size
+--full-validation on - | an evaluation is over all of validation, every token once
+--multiple-validation-sets on - | one loss for each corpus of --valid-data-path, with --full-validation
+--validation-set-names names - | their names in the log, tensorboard and wandb; default 0, 1, ...
 --skip-train on - | evaluate only
 
 [logging]

@@ -41,6 +41,8 @@ def _options(row: re.Match[str]) -> dict[str, Any]:
         item = _CONVERTERS[_LISTS[kind]]
         default = None if row["default"] == "-" else item(row["default"])
         return {"nargs": "*", "type": item, "default": default}
+    if kind == "names":
+        return {"nargs": "+", "default": None}
     if kind == "numbers":
         default = [] if row["default"] == "-" else [int(row["default"])]
         return {"nargs": "+", "type": int, "default": default}

@@ -92,7 +92,7 @@ def check_virtual_batches(args: Namespace) -> Iterator[str]:
     group = args.microbatch_group_size_per_vp_stage or stages
     sizes = BatchSchedule(args.batch_schedule).sizes()
     named = [("--global-batch-size", size, args.micro_batch_size) for size in sizes]
-    if args.eval_iters:
+    if args.eval_iters or args.full_validation:
         evaluated = (args.eval_global_batch_size, args.eval_micro_batch_size)
         named.append(("--eval-global-batch-size", *evaluated))
     for flag, size, micro in named:
@@ -130,6 +130,28 @@ def check_intervals(args: Namespace) -> Iterator[str]:
     for step in args.iterations_to_skip:
         if step < 1:
             yield f"--iterations-to-skip {step} must be positive: steps are counted from 1"
+
+
+def check_validation(args: Namespace) -> Iterator[str]:
+    """Yields a line for each wish for more than the first batches of validation that cannot be met."""
+    has_own_corpora = args.valid_data_path or args.per_split_data_args_path
+    if args.full_validation and args.fim_data:
+        yield (
+            "--full-validation with --fim-data is not served: marks that are put in push tokens out of their packs, "
+            "and not every token would count; leave out one"
+        )
+    if args.multiple_validation_sets and not args.full_validation:
+        yield "--multiple-validation-sets needs --full-validation, as in Megatron-LM 0.20; give it too"
+    if args.multiple_validation_sets and not has_own_corpora:
+        yield (
+            "--multiple-validation-sets needs corpora of validation alone; give --valid-data-path, or "
+            "--per-split-data-args-path"
+        )
+    names = args.validation_set_names
+    if names and not args.multiple_validation_sets:
+        yield "--validation-set-names needs --multiple-validation-sets; give it too"
+    if names and len(set(names)) < len(names):
+        yield f"--validation-set-names {' '.join(names)} must differ: each names a loss"
 
 
 def check_rates(args: Namespace) -> Iterator[str]:

@@ -141,10 +141,10 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
     ),
     (
         "--eval-interval --eval-global-batch-size --eval-micro-batch-size",
-        lambda a: a.eval_iters,
+        lambda a: a.eval_iters or a.full_validation,
         "--eval-iters above 0",
     ),
-    ("--start-eval-at-iter", lambda a: a.eval_interval and a.eval_iters, "--eval-interval"),
+    ("--start-eval-at-iter", lambda a: a.eval_interval, "--eval-interval"),
     ("--exit-signal", lambda a: a.exit_signal_handler, "--exit-signal-handler"),
     ("--bad-steps-in-a-row", lambda a: a.on_bad_step == "skip", "--on-bad-step skip"),
     ("--manual-gc-interval", lambda a: a.manual_gc, "--manual-gc"),

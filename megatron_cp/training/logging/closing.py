@@ -24,7 +24,8 @@ class Summary:
     """Counts along while a run goes on; means are over every row that was tracked."""
 
     losses: list[float] = field(default_factory=list)
-    held_out: list[tuple[int, float]] = field(default_factory=list)
+    held_out: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Steps and losses of each set of validation."""
     num_steps: int = 0
     num_tokens: int = 0
     started: float = field(default_factory=time.perf_counter)
@@ -39,6 +40,10 @@ class Summary:
             self.losses.append(loss)
         self.num_steps += 1
         self.num_tokens += num_tokens
+
+    def evaluated(self, name: str, step: int, loss: float) -> None:
+        """Counts one evaluation of a set of validation."""
+        self.held_out.setdefault(name, []).append((step, loss))
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Counts one tracked row."""
@@ -60,10 +65,9 @@ class Summary:
             of = f"mean of the first and last {count} steps" if count > 1 else "first and last step"
             words = f"{sum(first) / count:.4f} -> {sum(last) / count:.4f}, {of}"
             facts.append(("training loss", words))
-        if self.held_out:
-            shown = self.held_out[-MOST_EVALUATIONS:]
-            words = ", ".join(f"{loss:.4f} at step {step}" for step, loss in shown)
-            facts.append(("held-out loss", words))
+        for name, losses in self.held_out.items():
+            words = ", ".join(f"{loss:.4f} at step {n}" for n, loss in losses[-MOST_EVALUATIONS:])
+            facts.append((f"held-out loss{name.removeprefix('validation')}", words))
         if self._num_rows and self.mean(_RING):
             over = f"mean of {self._num_rows} steps"
             others = f"zigzag {self.mean(_ZIGZAG):.3f}"

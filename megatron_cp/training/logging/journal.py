@@ -251,8 +251,8 @@ class Journal:
         self._evaluated[split] = self._state.iteration
         if loss is None:
             return
-        if split == "validation":
-            self._summary.held_out.append((self._state.iteration, loss))
+        if split != "test":
+            self._summary.evaluated(split, self._state.iteration, loss)
         perplexity = math.exp(min(20.0, loss))
         print_rank_last(evaluation_lines(where, split, {LOSS_NAME: loss}, {LOSS_NAME: perplexity}))
         row = {f"{LOSS_NAME} {split}": loss}

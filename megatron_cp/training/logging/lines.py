@@ -146,8 +146,12 @@ def progress_line(world_size: int, iteration: int, flops: int) -> str:
 def evaluation_lines(
     where: str, split: str, losses: dict[str, float], perplexities: dict[str, float]
 ) -> str:
-    """Returns Megatron-LM's three lines of an evaluation: the values between two rules."""
-    line = f" validation loss at {where} on {split} set | "
+    """Returns Megatron-LM's three lines of an evaluation: the values between two rules.
+
+    A set of several has its name behind that of its split: `validation-wiki`.
+    """
+    split, dash, name = split.partition("-")
+    line = f" validation{dash}{name} loss at {where} on {split} set | "
     for name, value in losses.items():
         line += f"{name} value: {value:.6E} | {name} PPL: {perplexities[name]:.6E} | "
     rule = "-" * (len(line) + 1)

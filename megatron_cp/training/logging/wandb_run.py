@@ -183,7 +183,9 @@ def start_wandb(
                 mode=mode,
                 settings=settings,
             )
-        for key, best in BEST.items():
+        sets = config.steps.validation_set_names or ()
+        named = {f"lm loss validation-{name}": "min" for name in sets}
+        for key, best in (BEST | named).items():
             run.define_metric(key, summary=best)
         return WandbRun(run, config.steps.train_iters)
     except ModuleNotFoundError as missing:
