@@ -1,6 +1,5 @@
 """The command line against Megatron-LM's parser, and refusals in one line for each reason."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -58,39 +57,6 @@ def test_the_default_width_of_a_gated_mlp_is_two_thirds_in_multiples_of_64(hidde
     args = parse(*SMALL_RUN, "--hidden-size", str(hidden))
     assert args.ffn_hidden_size % 64 == 0
     assert 0 <= 8 * hidden / 3 - args.ffn_hidden_size < 64
-
-
-def test_flags_that_change_nothing_are_noted_and_their_values_taken():
-    flags = ["--use-mcore-models", "--attention-backend", "fused", "--data-cache-path=/x"]
-    args = parse(*flags, *SMALL_RUN)
-    assert [note.split()[0] for note in args.notes] == [
-        "--use-mcore-models",
-        "--attention-backend",
-        "--data-cache-path",
-    ]
-
-
-def test_a_noted_flag_takes_its_values_and_no_word_more(capsys):
-    groups = ["--high-priority-stream-groups", "tp", "dp"]
-    assert len(parse(*SMALL_RUN, *groups, "--logging-level", "40").notes) == 2
-    assert "'stray'" in refusal(capsys, *SMALL_RUN, "--async-save", "stray")
-    assert "expects 1 value" in refusal(capsys, *SMALL_RUN, "--logging-level", "--async-save")
-
-
-def test_only_flags_of_megatron_are_noted_and_none_that_is_served_too():
-    served = {name for action in build_parser()._actions for name in action.option_strings}
-    names = set(known_flags.NOTED)
-    assert not names & served
-    assert {name.removeprefix("--") for name in names} <= known_flags.MEGATRON_NAMES
-
-
-def test_the_loss_in_float16_is_noted_as_nothing_in_megatron_core_reads_it():
-    (note,) = parse(*SMALL_RUN, "--fp16", "--fp16-lm-cross-entropy").notes
-    assert note.startswith("--fp16-lm-cross-entropy changes nothing here: Megatron-Core reads it")
-    (core,) = importlib.util.find_spec("megatron.core").submodule_search_locations
-    texts = [path.read_text(encoding="utf-8") for path in Path(core, "models").rglob("*.py")]
-    uses = [use for text in texts for use in re.findall(r"\.fp16_lm_cross_entropy\b.*", text)]
-    assert uses and set(uses) == {".fp16_lm_cross_entropy = fp16_lm_cross_entropy"}
 
 
 def test_two_files_choose_gpt_2s_tokenizer_as_in_megatron():

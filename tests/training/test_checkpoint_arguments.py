@@ -117,6 +117,18 @@ def test_what_an_older_checkpoint_lacks_stays_as_the_flags_say(tmp_path):
     assert args.layernorm_zero_centered_gamma
 
 
+def test_losses_that_the_checkpoint_was_trained_with_are_told_and_not_taken(tmp_path):
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": 0.01}
+    folder = saved(tmp_path, experts | {"moe_router_bias_update_rate": 1e-3})
+    args = parse(*taking(folder))
+    assert (args.num_experts, args.moe_ffn_hidden_size, args.moe_aux_loss_coeff) == (8, 64, 0.0)
+    (note,) = [note for note in notes_of(args) if "was trained with" in note]
+    assert "iter_0000005 was trained with --moe-aux-loss-coeff 0.01, which is" in note
+    args = parse(*taking(folder, "--moe-aux-loss-coeff", "0.02"))
+    assert args.moe_aux_loss_coeff == 0.02
+    assert not [note for note in notes_of(args) if "was trained with" in note]
+
+
 def test_an_older_name_of_the_pattern_says_the_layers(tmp_path):
     hybrid = {"hybrid_override_pattern": "M*M-", "num_layers": 9, "mamba_head_dim": 16}
     args = parse(*taking(saved(tmp_path, hybrid | {"position_embedding_type": "none"})))

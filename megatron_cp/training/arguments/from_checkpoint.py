@@ -83,16 +83,21 @@ _REST: dict[str, tuple[str, ...]] = {
     "experts": (
         "moe_shared_expert_gate", "moe_router_num_groups", "moe_router_group_topk", "moe_apply_probs_on_input",
         "moe_router_load_balancing_type", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
-        "moe_token_drop_policy",
+        "moe_token_drop_policy", "moe_router_dtype",
     ),
 }  # fmt: skip
 
+# Settings of a training that are easily forgotten beside a model that is read: they are not taken, as in Megatron-LM.
+_OF_TRAINING = (
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "dsa_indexer_loss_coeff",
+    "mtp_loss_scaling_factor",
+)  # fmt: skip
 # Models that nothing here builds, whatever else is given: argument -> its flag.
 _NOT_BUILT = (
     "mtp_hybrid_override_pattern", "moe_single_grouped_weight", "moe_single_grouped_bias",
     "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
     "apply_residual_connection_post_layernorm", "use_mup", "moe_mlp_glu_interleave_size",
-    "moe_shared_expert_glu_interleave_size", "openai_gelu",
+    "moe_shared_expert_glu_interleave_size",
 )  # fmt: skip
 _FIRST_NAMED_LAYOUT = 3.0  # of a checkpoint; before, tensor parallelism was --model-parallel-size
 
@@ -197,9 +202,30 @@ class _Taking:
                 yield from self._take(name, wins=name not in self._given)
         if args.use_mp_args_from_checkpoint_args:
             yield from self._take_layout(has_layout)
+        yield from self._tell_of_training()
         if self._taken:
             args.notes.append(
                 f"--use-checkpoint-args: {self._folder} gives {' '.join(self._taken)}"
+            )
+
+    def _tell_of_training(self) -> Iterator[str]:
+        """Notes which losses the checkpoint was trained with, where the command line does not say them."""
+        told = []
+        for name in _OF_TRAINING:
+            value = self._saved.get(name)
+            if value is None or name in self._given:
+                continue
+            try:
+                value = self._parsed(name, value)
+            except ValueError as problem:
+                yield f"{problem}; {self._folder} was saved with it (--use-checkpoint-args)"
+                continue
+            if _one(value) != _one(self._actions[name][0].default):
+                told.append(self._said(name, value))
+        if told:
+            self._args.notes.append(
+                f"--use-checkpoint-args: {self._folder} was trained with {' '.join(told)}, which is of the training "
+                "and not taken, as in Megatron-LM: give it to go on so"
             )
 
     def _overridden(self) -> Iterator[str]:

@@ -58,6 +58,12 @@ NOTED: dict[str, tuple[int, str]] = {
     "--no-one-logger": (0, "one-logger is never used"),
     "--disable-msc": (0, "the multi-storage client is never used"),
     "--enable-experimental": (0, "nothing experimental of Megatron-Core is switched by it here"),
+    "--openai-gelu": (
+        0,
+        "Megatron-LM reads it nowhere with models of Megatron-Core; --no-bias-gelu-fusion chooses between two GELUs",
+    ),
+    "--tokenizer-hf-use-fast": (0, "a tokenizer.json is always read by the fast library"),
+    "--tokenizer-hf-no-include-special-tokens": (0, "no special token is ever added to a text"),
     "--lazy-mpu-init": (0, "groups are made at the start"),
     # what is logged
     "--log-batch-size-to-tensorboard": (0, "the batch size is always logged"),
@@ -228,6 +234,11 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("apply-residual", _UNREAD),
     ("fp8", "of fp8, --fp8-format, --fp8-recipe and their scaling flags are served"),
     ("fp4", "linear layers compute in --bf16 or fp8 (--fp8-format)"),
+    (
+        "mtp-detach",
+        "predictions send their gradients through the model here, as without it; "
+        + _UNDER_MEGATRON_LM,
+    ),
     ("mtp-", _NO_PREDICTION),
     (
         "ckpt-fully-parallel-load ckpt-pg-tensors",
@@ -282,7 +293,25 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     ("msc object-storage", "files are read from folders of the machine; mount the storage there"),
     (
-        "tokenizer- tiktoken- trust-remote allow-ambiguous-pad null-tokenizer legacy-tokenizer gigatoken",
+        "trust-remote",
+        "a tokenizer would run code that comes with it; tokenizers are read from files here, and nothing of them is "
+        "executed: give a folder with a tokenizer.json",
+    ),
+    (
+        "tokenizer-hf-no-use-fast",
+        "a tokenizer.json is read by the fast library alone; token files that another one made are read all the same",
+    ),
+    (
+        "tokenizer-hf-include-special",
+        "no special token is added to a text here; token files that have them are read all the same",
+    ),
+    (
+        "phase-transition",
+        "each phase would have documents of its own, and a run has the same from its start to its end: let "
+        "--exit-interval end it, and begin the next phase with --pretrained-checkpoint and a --load of its own",
+    ),
+    (
+        "tokenizer- tiktoken- allow-ambiguous-pad null-tokenizer legacy-tokenizer gigatoken",
         _OF_TOKENIZERS,
     ),
     ("tp-comm", _SENDS_OF_TENSORS),

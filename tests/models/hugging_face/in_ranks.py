@@ -9,6 +9,7 @@ import torch
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from tests.mcore.packs import Pack, losses, planned
 from tests.mcore.tiny_gpt import Case, enter_megatron, parallel_state
+from tests.training.checkpoints import write_legacy
 
 
 def convert(rank: int, world_size: int, to: str, load: Path, save: Path, options: dict):
@@ -175,6 +176,34 @@ def said_differently(rank: int, world_size: int, config: dict) -> list[str]:
     of_runs = {"use_cpu_initialization", "overlap_p2p_comm", "calculate_per_token_loss"}
     of_runs |= {"init_method", "output_layer_init_method", "embedding_init_method"}
     return [name for name in one if one[name] != other[name] and name not in of_runs]
+
+
+def taken_differently(rank: int, world_size: int, config: dict, folder: Path) -> dict:
+    """What --use-checkpoint-args makes of a converted checkpoint's arguments otherwise than the printed flags."""
+    enter_megatron()
+    from megatron_cp.models.hugging_face import convert
+    from megatron_cp.models.hugging_face.config_file import arguments_of
+    from megatron_cp.training.arguments import judge_arguments
+    from megatron_cp.training.arguments.machine import GPU_MACHINE
+    from tools.convert_checkpoint import training_flags
+
+    arguments = arguments_of(config, make_vocab_size_divisible_by=128)
+    request = convert.Request(load=folder, save=folder)
+    saved = convert._saved_arguments(request, arguments, torch.bfloat16)
+    write_legacy(folder, {}, args=saved)
+    run = ["--mock-data", "--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1"]
+    run += ["--vocab-size", str(config["vocab_size"]), "--lr", "0.1", "--load", str(folder)]
+    printed, refused = judge_arguments([*training_flags(arguments), *run], {}, GPU_MACHINE)
+    taken, also = judge_arguments([*run, "--use-checkpoint-args"], {}, GPU_MACHINE)
+    assert not refused and not also, (refused, also)
+    # The second is an older word for --position-embedding-type rope; the others are said nowhere in flags.
+    others = {"use_checkpoint_args", "use_rotary_position_embeddings"}
+    others |= {"notes", "machine", "tokenizer_type", "padded_vocab_size"}
+    return {
+        name: (value, getattr(taken, name))
+        for name, value in vars(printed).items()
+        if name not in others and value != getattr(taken, name)
+    }
 
 
 def load_and_save(rank: int, world_size: int, root: Path, saved: Path, case: Case) -> None:

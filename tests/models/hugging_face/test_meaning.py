@@ -67,6 +67,11 @@ def test_the_flags_of_a_published_model_make_the_configuration_that_its_weights_
     assert run_on_ranks(1, in_ranks.said_differently, PUBLISHED[name]) == [[]]
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_converted_checkpoint_says_of_itself_what_its_flags_say(tmp_path, name: str):
+    assert run_on_ranks(1, in_ranks.taken_differently, PUBLISHED[name], tmp_path) == [{}]
+
+
 @pytest.mark.parametrize(
     ("name", "argument", "same", "other"),
     [
