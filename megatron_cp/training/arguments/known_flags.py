@@ -306,9 +306,15 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "no special token is added to a text here; token files that have them are read all the same",
     ),
     (
+        "override-ckpt-iteration",
+        "each start would go back to that step, a restarted one with newer weights; --ckpt-step loads the checkpoint "
+        "of a step, and its data go on where they stood",
+    ),
+    ("pad-vocab-size", "give --padded-vocab-size with the size of the tokenizer's vocabulary"),
+    (
         "phase-transition",
-        "each phase would have documents of its own, and a run has the same from its start to its end: let "
-        "--exit-interval end it, and begin the next phase with --pretrained-checkpoint and a --load of its own",
+        "each phase would have documents of its own, and a run has the same from its start to its end; "
+        + _UNDER_MEGATRON_LM,
     ),
     (
         "tokenizer- tiktoken- allow-ambiguous-pad null-tokenizer legacy-tokenizer gigatoken",
