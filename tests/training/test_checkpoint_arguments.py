@@ -171,6 +171,18 @@ def test_a_checkpoint_that_asks_for_code_is_refused_and_nothing_runs(tmp_path, c
     assert not trap.exists()
 
 
+def test_of_a_damaged_checkpoint_the_one_before_is_asked_where_a_run_goes_back(tmp_path, capsys):
+    folder = saved(tmp_path, {"rotary_base": 11})
+    (tmp_path / "iter_0000005").rename(tmp_path / "iter_0000003")
+    saved(tmp_path, {"rotary_base": 12})
+    assert parse(*taking(folder)).rotary_base == 12
+    newest = tmp_path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert "model_optim_rng.pt is damaged" in refusal(capsys, *taking(folder))
+    assert parse(*taking(folder, "--ckpt-fallback")).rotary_base == 11
+    assert parse(*taking(folder, "--ckpt-step", "3")).rotary_base == 11
+
+
 def test_the_layout_is_taken_where_it_is_asked_for(tmp_path):
     flags = taking(saved(tmp_path / "new"), "--use-mp-args-from-checkpoint-args")
     args = parse(*flags, "--num-layers", "4", world_size=4)

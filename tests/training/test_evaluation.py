@@ -104,11 +104,14 @@ def test_sets_of_validation_are_evaluated_whole_and_by_their_names(corpora, tmp_
     # Two ranks and batches of four packs: the last of seven is filled up.
     flags = ["--context-parallel-size", "2", "--eval-global-batch-size", "4"]
     train(2, *held_out_run(corpora, "one", "many"), *whole, *flags)
+    replicas = ["--eval-global-batch-size", "6", "--run-dir", str(tmp_path / "replicas")]
+    train(2, *held_out_run(corpora, "one", "many"), "--full-validation", *replicas)
     wiki, code = (loss_of(sets, f"validation-{name}") for name in ("wiki", "code"))
     assert wiki == pytest.approx(metrics(sets)[1], rel=1e-6)
     of_one, of_many = SIZE - 1, sum(length - 1 for length in MANY)
     mean = (wiki * of_one + code * of_many) / (of_one + of_many)
-    assert loss_of(both, "validation") == pytest.approx(mean, rel=2e-6)
+    for run in (both, tmp_path / "replicas"):
+        assert loss_of(run, "validation") == pytest.approx(mean, rel=2e-6)
 
 
 @pytest.mark.parametrize("packing", ["keep", "split", "megatron"])
