@@ -60,10 +60,11 @@ def test_the_last_batch_is_filled_up_with_what_does_not_count(num_packs, batch_s
 @pytest.mark.parametrize("policy", ["split", "keep"])
 def test_labels_of_all_ranks_are_those_of_the_documents(tmp_path, policy, dp_size):
     """Each label that a document has, once: the successor of every token but the last."""
-    texts = [[10 * d + i for i in range(length)] for d, length in enumerate((9, 3, 1, 7, 5))]
+    texts = [[10 * d + i for i in range(length)] for d, length in enumerate((9, 3, 1, 7, 5, 8))]
     documents = open_documents(write_corpus(tmp_path / "c", texts))
     packing = PackingConfig(seq_length=8, policy=policy, shuffle=False)
     packs = packs_of_all_tokens(documents, packing)
+    assert len(packs) % 4  # so that some fill up
     config = LoaderConfig(
         packing=packing,
         batch=BatchConfig(seq_length=8, reset_position_ids=True, reset_attention_mask=True),
