@@ -44,7 +44,7 @@ MODEL_TABLE = """
 --softmax-type one-of:vanilla,off-by-one,learnable vanilla | attention sink
 --window-size window - | left,right of a sliding window; -1 is open
 --window-attn-skip-freq layers - | which layers attend in full
---apply-query-key-layer-scaling on - | divide scores by the layer number
+--apply-query-key-layer-scaling on - | divide scores by the layer number, and undo it in the softmax: the same results
 --init-method-std float 0.02 | standard deviation of initial weights
 --init-method-xavier-uniform on - | initial weights of Glorot and Bengio instead
 --embedding-init-method-std float - | that of the embedding; default --init-method-std
