@@ -22,6 +22,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import init_method_normal
 
 from megatron_cp.mcore import compat, loss_fusion, rope_fusion, sparse_settings
 from megatron_cp.mcore.rope import install_position_rotary
@@ -89,9 +90,7 @@ def transformer_config(
         fields["q_lora_rank"] = arguments.get("q_lora_rank")
         if arguments.get("rope_type") == "none":  # no kind of Megatron's; see `latent_rotates`
             fields["rope_type"] = "rope"
-    if arguments.get("init_method_xavier_uniform"):
-        fields["init_method"] = fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
-    fields.update(fusions_of(arguments) | _stream(arguments))
+    fields.update(_drawn(arguments) | fusions_of(arguments) | _stream(arguments))
     if fields["apply_rope_fusion"]:
         rope_fusion.install()
     if fields["cross_entropy_loss_fusion"]:
@@ -135,6 +134,20 @@ def _running_fields(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "calculate_per_token_loss": True,
         "transformer_impl": "transformer_engine" if compat.has_transformer_engine() else "local",
     }
+
+
+def _drawn(arguments: Arguments) -> dict[str, Any]:
+    """Returns how weights are drawn where not from one normal distribution for each kind of them."""
+    if not arguments.get("init_method_xavier_uniform"):
+        return {}
+    xavier = dict.fromkeys(
+        ("init_method", "output_layer_init_method"), torch.nn.init.xavier_uniform_
+    )
+    deviation = arguments.get("embedding_init_method_std")
+    if deviation is None:
+        return xavier
+    # Megatron-Core takes one that equals `init_method_std` for not given.
+    return {**xavier, "embedding_init_method": init_method_normal(deviation)}
 
 
 def _stream(arguments: Arguments) -> dict[str, Any]:
