@@ -44,6 +44,17 @@ def test_a_run_that_falls_evenly_is_healthy(tmp_path):
     assert verdict.lines()[0] == "Healthy"
 
 
+def test_of_several_sets_of_validation_the_first_is_judged(tmp_path):
+    folder = tmp_path / "run"
+    run_with(folder, **GOOD)
+    text = (folder / "metrics.jsonl").read_text().replace("validation", "validation-wiki")
+    other = {"iteration": 40, "lm loss validation-code": 9.5}
+    (folder / "metrics.jsonl").write_text(f"{text}{json.dumps(other)}\n")
+    words = [reason.words for reason in verdict_of(read_run(folder)).reasons]
+    (said,) = [text for text in words if text.startswith("held-out loss")]
+    assert said.startswith("held-out loss 6.300")
+
+
 def test_the_large_gradients_of_a_beginning_are_no_spikes(tmp_path):
     beginning = np.r_[np.full(4, 9.0), np.ones(STEPS - 4)]
     verdict = verdict_of(run_with(tmp_path / "run", **(GOOD | {"grad_norm": beginning})))

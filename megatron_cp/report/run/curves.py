@@ -11,7 +11,7 @@ from megatron_cp.report.draw.charts import Axes, Series, finite_points, line_cha
 from megatron_cp.report.draw.html import Figure, Table
 from megatron_cp.report.draw.svg import count_of, plain
 from megatron_cp.report.figures.view import USUAL_WORDS
-from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
+from megatron_cp.report.run.record import LOSS, Run
 
 _STEP = "iteration"
 
@@ -20,7 +20,7 @@ def loss_figure(run: Run) -> Figure:
     """Returns the training loss, plain and smoothed, and the loss on held-out documents."""
     points = finite_points(*run.column(LOSS))
     window = max(1, len(points) // 30) | 1
-    held_out = finite_points(*run.column(HELD_OUT_LOSS))
+    held_out = finite_points(*run.column(run.held_out_loss))
     name = "training" if window == 1 else f"training, mean of {window} steps logged"
     series = [
         Series("training, each step logged", points, 1, "faint"),
@@ -37,7 +37,7 @@ def loss_figure(run: Run) -> Figure:
         caption="Should fall and flatten. Held-out documents are never trained on: a growing gap to "
         "the training curve would be memorising.",
         picture=line_chart("training and held-out loss", series, axes),
-        table=Table((_STEP, LOSS, HELD_OUT_LOSS), rows),
+        table=Table((_STEP, LOSS, run.held_out_loss), rows),
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.report.draw.svg import Markup, count_of, escape, plain, tag
-from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
+from megatron_cp.report.run.record import LOSS, Run
 from megatron_cp.training.logging.spikes import MIN_STEPS, SPIKE
 
 State = Literal["well", "look", "ill"]
@@ -109,7 +109,7 @@ def _loss(run: Run) -> Reason | None:
 
 def _held_out(run: Run) -> Reason | None:
     """The gap to documents that are never trained on, and whether their loss has turned."""
-    steps, losses = run.logged(HELD_OUT_LOSS)
+    steps, losses = run.logged(run.held_out_loss)
     if not losses:
         return Reason("look", "no held-out loss was logged (--eval-interval)")
     if math.isnan(losses[-1]):

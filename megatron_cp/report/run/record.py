@@ -56,6 +56,12 @@ class Run:
         return part if isinstance(part, Mapping) else {}
 
     @property
+    def held_out_loss(self) -> str:
+        """Returns the key of the loss on held-out documents; of several sets that of the first."""
+        keys = (key for row in self.rows for key in row if key.startswith(f"{HELD_OUT_LOSS}-"))
+        return next((key for key in keys if not key.endswith(" ppl")), HELD_OUT_LOSS)
+
+    @property
     def interval(self) -> int:
         """Returns the steps that a row of metrics tells of: its own and those since the row before."""
         steps = self.argument("tensorboard_log_interval")

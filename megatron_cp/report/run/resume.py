@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_cp.report.draw.html import scrolling
 from megatron_cp.report.draw.svg import Markup, escape, short_bytes, tag
-from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
+from megatron_cp.report.run.record import LOSS, Run
 from megatron_cp.training.checkpoint import files
 
 MAX_POINTS = 12
@@ -51,7 +51,7 @@ def _point(run: Run, root: str, step: int) -> Markup:
             size = short_bytes(sum(manifest["files"].values()))
     except ValueError as damage:
         how = f"cannot be loaded: {damage}"
-    cells = (f"{step}", _value(run, LOSS, step), _value(run, HELD_OUT_LOSS, step), size)
+    cells = (f"{step}", _value(run, LOSS, step), _value(run, run.held_out_loss, step), size)
     return tag(
         "tr", *(tag("td", escape(cell)) for cell in cells), tag("td", escape(how), class_="why")
     )

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_cp.report.draw.html import Tile
 from megatron_cp.report.draw.svg import count_of, exact, plain, short
 from megatron_cp.report.run.health import tenth
-from megatron_cp.report.run.record import HELD_OUT_LOSS, LOSS, Run
+from megatron_cp.report.run.record import LOSS, Run
 
 
 def trained_tiles(run: Run) -> list[Tile]:
@@ -26,7 +26,7 @@ def trained_tiles(run: Run) -> list[Tile]:
                 f"nats per token, from {losses[0]:.2f}; {steps}",
             )
         )
-    _, held_out = run.logged(HELD_OUT_LOSS)
+    _, held_out = run.logged(run.held_out_loss)
     if held_out:
         tiles.append(
             Tile("Held-out loss", f"{held_out[-1]:.3f}", held_out_words(run, held_out[-1]))
