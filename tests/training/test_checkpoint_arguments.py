@@ -223,6 +223,9 @@ def test_what_is_gone_on_from_has_the_last_word(tmp_path):
     args = parse(*taking(second), "--pretrained-checkpoint", first)
     assert args.rotary_base == 9
     assert args.seq_length == 128  # filled before; Megatron-LM asks the pretrained one first
+    (note,) = [note for note in notes_of(args) if "'s is used" in note]
+    assert "--seq-length=128 of --pretrained-checkpoint, --seq-length=64 of" in note
+    assert note.endswith(f"{second}/iter_0000005: --pretrained-checkpoint's is used")
 
 
 @pytest.mark.parametrize(

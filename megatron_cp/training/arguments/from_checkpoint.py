@@ -193,7 +193,8 @@ class _Taking:
         for name in self._overridden():
             yield from self._take(name, wins=True)
         if saved.get("num_experts") is None and args.moe_ffn_hidden_size is not None:
-            self._note(f"--moe-ffn-hidden-size {args.moe_ffn_hidden_size}", "no experts", wins=True)
+            told = f"--moe-ffn-hidden-size {args.moe_ffn_hidden_size}"
+            self._note("moe_ffn_hidden_size", told, "no experts", wins=True)
             args.moe_ffn_hidden_size = None
         for name in _FILLED:
             yield from self._take(name, wins=getattr(args, name, 0) is None)
@@ -297,7 +298,7 @@ class _Taking:
             setattr(self._args, name, value)
             self._taken.append(self._said(name, value))
         if not wins or name in self._given:
-            self._note(self._said(name, now), self._said(name, value), wins=wins)
+            self._note(name, self._said(name, now), self._said(name, value), wins=wins)
         if wins and name == "tokenizer_model" and not Path(value).exists():
             yield (
                 f"--tokenizer-model {value}, with which {self._folder} was saved, does not exist here; give "
@@ -327,11 +328,12 @@ class _Taking:
         words = [] if value is None else words_of(self._actions[name], value)
         return shlex.join(words) or f"{name} {value}"
 
-    def _note(self, given: str, saved: str, *, wins: bool) -> None:
-        """Says what the command line and the checkpoint have, and which of both is used."""
-        used = "the checkpoint's is used" if wins else "the command line's is used"
+    def _note(self, name: str, now: str, saved: str, *, wins: bool) -> None:
+        """Says what the command line, or the checkpoint asked before, and this one have, and which of both is used."""
+        before = "the command line" if name in self._given else "--pretrained-checkpoint"
+        used = "the checkpoint" if wins else before
         self._args.notes.append(
-            f"--use-checkpoint-args: {given} of the command line, {saved} of {self._folder}: {used}"
+            f"--use-checkpoint-args: {now} of {before}, {saved} of {self._folder}: {used}'s is used"
         )
 
 
