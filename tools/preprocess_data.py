@@ -43,6 +43,7 @@ from megatron_cp.data.package_tokenizers import TIKTOKEN_PATTERNS
 from megatron_cp.data.text_files import JSON_SUFFIXES, TextInputs
 from megatron_cp.data.tokenizer import (
     TOKENIZER_TYPES,
+    HuggingFaceTokenizer,
     Tokenizer,
     TokenizerFiles,
     build_tokenizer,
@@ -51,6 +52,7 @@ from megatron_cp.data.tokenizer import (
 from megatron_cp.processes import die_with_parent
 
 _BATCH = 32  # documents per message to a worker
+_WITH_TEMPLATES = ("HuggingFaceTokenizer", "SFTTokenizer")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -72,6 +74,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000)
     group.add_argument(
         "--tokenizer-special-tokens", nargs="+", help="of TikTokenizer, or --train-bpe"
+    )
+    around = group.add_mutually_exclusive_group()
+    around.add_argument(
+        "--tokenizer-hf-include-special-tokens",
+        action="store_const",
+        const=True,
+        help="put those of the tokenizer's template around documents, as Megatron-LM since 0.19",
+    )
+    around.add_argument(
+        "--tokenizer-hf-no-include-special-tokens",
+        action="store_const",
+        const=False,
+        dest="tokenizer_hf_include_special_tokens",
+        help="put none, and say nothing of it",
     )
     group.add_argument("--append-eod", action="store_true", help="end every document with eod")
     group.add_argument("--train-bpe", type=int, metavar="VOCAB", help="learn a BPE first")
@@ -135,6 +151,7 @@ def _check_tokenizer(parser: argparse.ArgumentParser, arguments: argparse.Namesp
         "vocab_size": kind == "TikTokenizer",
         "tiktoken_pattern": kind == "TikTokenizer",
     }
+    read["tokenizer_hf_include_special_tokens"] = kind in _WITH_TEMPLATES
     for name, is_read in read.items():
         if getattr(arguments, name) is not None and not is_read:
             flag = "--" + name.replace("_", "-")
@@ -204,19 +221,40 @@ class Encoder:
         self.tokenizer = _tokenizer(arguments)
         self.keys = arguments.json_keys
         self.prefix_key = arguments.prefix_json_key
-        self.end = [self.tokenizer.eod] if arguments.append_eod else []
+        includes = arguments.tokenizer_hf_include_special_tokens
+        self.start, self.end = _around(self.tokenizer) if includes else ([], [])
+        self.end += [self.tokenizer.eod] if arguments.append_eod else []
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
     def encode(self, record: dict[str, str]) -> dict[str, tuple[np.ndarray, int]]:
         """Tokens and prefix length of each field."""
-        prefix = self.tokenizer.tokenize(record[self.prefix_key]) if self.prefix_key else []
+        prefix = self.start
+        if self.prefix_key:
+            prefix = prefix + self.tokenizer.tokenize(record[self.prefix_key])
         return {
             key: (
                 np.array(prefix + self.tokenizer.tokenize(record[key]) + self.end, self.dtype),
-                len(prefix),
+                len(prefix) if self.prefix_key else 0,
             )
             for key in self.keys
         }
+
+
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Special tokens that the tokenizer's template puts before and behind a text."""
+    return tokenizer.around_text() if isinstance(tokenizer, HuggingFaceTokenizer) else ([], [])
+
+
+def _note_template(tokenizer: Tokenizer, includes: bool | None) -> None:
+    """Says that texts get no special tokens, where the tokenizer has some and nobody decided."""
+    before, behind = _around(tokenizer)
+    if includes is None and (before or behind):
+        print(
+            f"note: this tokenizer's template puts {len(before)} special tokens before a text and {len(behind)} behind "
+            "it (Megatron-LM does since 0.19); none is put here: --tokenizer-hf-include-special-tokens puts them, "
+            "--tokenizer-hf-no-include-special-tokens is without this note",
+            file=sys.stderr,
+        )
 
 
 _encoder: Encoder | None = None
@@ -273,7 +311,8 @@ def encoded(arguments: argparse.Namespace, records: Iterable[dict[str, str]]) ->
 
 def write_corpus(arguments: argparse.Namespace, inputs: TextInputs) -> dict[str, Any]:
     """Writes all files; returns the summary that is also in the manifests."""
-    tokenizer = _tokenizer(arguments)
+    tokenizer, includes = _tokenizer(arguments), arguments.tokenizer_hf_include_special_tokens
+    _note_template(tokenizer, includes)
     dtype = token_dtype(tokenizer.vocab_size)
     prefixes = {k: f"{arguments.output_prefix}_{k}_document" for k in arguments.json_keys}
     with ExitStack() as stack:
@@ -287,6 +326,7 @@ def write_corpus(arguments: argparse.Namespace, inputs: TextInputs) -> dict[str,
         facts = {
             **made_by(tokenizer),
             "eod_appended": arguments.append_eod,
+            "special_tokens_included": bool(includes),
             "skipped": dict(inputs.skipped),
         }
         kinds = np.array(prefix_lengths, np.int64) if arguments.prefix_json_key else None

@@ -170,6 +170,22 @@ class HuggingFaceTokenizer:
         """Returns the ids of the text alone; no beginning or end token is added."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
+    def around_text(self) -> tuple[list[int], list[int]]:
+        """Returns the special tokens that the file's template puts before a text, and those behind it.
+
+        `transformers` puts them by default, and so does Megatron-Core since 0.19.
+        """
+        text = next((one for one in ("a", "e", "0", ".") if self.tokenize(one)), None)
+        if text is None:
+            raise ValueError(
+                f"{self.path} has no token for letters, figures or points, so what its template puts around them is "
+                "not known; give a tokenizer that reads text"
+            )
+        found = self._backend.encode(text, add_special_tokens=True)
+        first = found.special_tokens_mask.index(0)
+        last = first + found.special_tokens_mask.count(0)
+        return found.ids[:first], found.ids[last:]
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids without special tokens."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))

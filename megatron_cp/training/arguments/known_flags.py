@@ -303,7 +303,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     (
         "tokenizer-hf-include-special",
-        "no special token is added to a text here; token files that have them are read all the same",
+        "a run reads token files as they are; tools/preprocess_data.py has the flag, and puts special tokens into them",
     ),
     (
         "override-ckpt-iteration",
