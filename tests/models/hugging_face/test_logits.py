@@ -134,6 +134,8 @@ def test_two_pipeline_stages_load_the_same_checkpoint(converted: Path, name: str
             "qwen3_moe",
             "qwen3_5_moe",
             "glm4_moe",
+            "solar_open",
+            "hy_v3",
             "mixtral",
             "gpt_oss",
             "deepseek_v2",
