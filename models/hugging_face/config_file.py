@@ -87,7 +87,13 @@ def config_alone(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     if family.alone is None:
         return config
     own = {"model_type": family.alone.model_type, "architectures": [family.alone.architecture]}
-    return without_images(config) | own
+    return without_images(config) | _true_unless_said(family) | own
+
+
+def _true_unless_said(family: Family) -> dict[str, bool]:
+    """Returns the keys that are true where config.json is silent; other families take them for false."""
+    keys = ("norm_topk_prob", "attention_bias")
+    return {key: True for key in keys if family.only.get(key, (None,))[0] is True}
 
 
 def family_of(config: Config) -> Family:
@@ -230,9 +236,7 @@ def config_of(family: Family, arguments: Arguments) -> dict[str, Any]:
             f"the checkpoint's arguments lack {listing(sorted(set(missing)))}; they decide "
             "config.json; give --hf-folder with the model's config.json"
         )
-    for key in ("norm_topk_prob", "attention_bias"):  # their default differs from the family's
-        if family.only.get(key, (None,))[0] is True:
-            config[key] = True
+    config |= _true_unless_said(family)
     published = {name: key for key, name in family.words.items()}
     return {published.get(key, key): value for key, value in config.items()}
 

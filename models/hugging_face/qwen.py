@@ -119,8 +119,13 @@ QWEN3_VL_MOE = replace(
         "turned stacked expert": w.TURNED_STACKED_EXPERTS,
     },
     settings=tuple(
-        rope.ROPE_OF_TEXTS if setting is rope.ROPE else setting for setting in QWEN3_MOE.settings
+        rope.ROPE_OF_TEXTS if setting is rope.ROPE else setting
+        for setting in QWEN3_MOE.settings
+        if setting is not experts.RENORMALISED
     ),
+    # Its chosen experts' weights sum to 1 in any case: its class has no word for it.
+    constants={**QWEN3_MOE.constants, "moe_router_pre_softmax": False},
+    only={**QWEN3_MOE.only, "norm_topk_prob": (True,)},
 )
 _QWEN_LINEAR: Tables = {
     "model": w.OUTER_ALONE,

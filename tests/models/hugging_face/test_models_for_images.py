@@ -155,6 +155,22 @@ def test_experts_that_lie_turned_as_in_published_folders_are_the_same(tmp_path: 
         to_megatron(source, tmp_path / "no", **WITHOUT_IMAGES)
 
 
+def test_weights_of_chosen_experts_sum_to_one_where_config_json_is_silent(tmp_path: Path):
+    source = tmp_path / "source"
+    whole = save_other_whole("qwen3_moe", source)
+    content = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    content["text_config"].pop("norm_topk_prob", None)  # the class has none
+    (source / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    report = to_megatron(source, tmp_path / "megatron", **WITHOUT_IMAGES)
+    assert not report.arguments["moe_router_pre_softmax"]
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    expected = logits_of(whole.eval())
+    assert (logits_of_folder(tmp_path / "back") - expected).abs().max() < 1e-5
+    change_config(source, {}, {"norm_topk_prob": False})
+    with pytest.raises(ConversionError, match="norm_topk_prob=False"):
+        to_megatron(source, tmp_path / "no", **WITHOUT_IMAGES)
+
+
 def change_config(folder: Path, outer: dict, inner: dict) -> None:
     path = folder / "config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
