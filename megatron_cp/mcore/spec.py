@@ -138,6 +138,7 @@ def use_in_every_gpt(**attention_options: Any) -> None:
 
     def exchange(spec: Any) -> Any:
         if isinstance(spec, TransformerBlockSubmodules) and not spec.layer_specs:
+            layers.note_thd_split(attention_options.get("thd_split"))  # its batches are cut alike
             return _copy_with(spec, _exchange_norm_or_router)  # a stage without layers
         return with_context_parallel(spec, **attention_options)
 
@@ -324,6 +325,7 @@ def gpt_block_spec(config: Any, *, vp_stage: int | None = None, **attention_opti
         block = replace(block, layer_specs=[every[layer] for layer in own])
     if not block.layer_specs:  # a pipeline stage may hold the embedding or the loss alone
         layers.register_stage(config)
+        layers.note_thd_split(attention_options.get("thd_split"))
         return _copy_with(block, _exchange_norm_or_router)
     return with_context_parallel(block, **attention_options)
 

@@ -236,3 +236,29 @@ def test_megatrons_own_cut_of_each_document_stays_where_the_layers_know_it():
     planned = run_on_ranks(2, cut_of_documents, None)
     assert not all(np.array_equal(one, other) for one, other in zip(found, planned, strict=True))
     assert sorted(np.concatenate(planned)) == list(range(padded[-1]))
+
+
+def what_a_stage_without_layers_knows(rank, world_size):
+    with stock_program(), parallel_state(Case(cp=world_size)):
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+        from megatron_cp.mcore import layers, use_in_every_gpt
+        from megatron_cp.mcore.model_hooks import exchange_specs
+
+        try:
+            use_in_every_gpt(thd_split="per_document")
+            GPTModel(
+                make_config(Case(cp=world_size)),
+                transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[]),
+                vocab_size=VOCABULARY,
+                max_sequence_length=SEQUENCE,
+                post_process=False,
+            )
+        finally:
+            exchange_specs(None)
+        return layers.are_ours(), layers.cuts_each_document()
+
+
+def test_a_stage_without_layers_leaves_batches_as_they_are_cut_too():
+    assert run_on_ranks(1, what_a_stage_without_layers_knows) == [(True, True)]
