@@ -170,8 +170,10 @@ def find_documents(batch: Mapping[str, Any], rule: DocumentRule) -> tuple[int, .
         return _from_cu_seqlens(batch, rule)
     if rule.source == "batch":
         mask = batch.get("attention_mask")
-        lengths = None if mask is None else lengths_from_dense_mask(mask)
-        return lengths if mask is not None and len(lengths or ()) > mask.shape[0] else None
+        if mask is None or mask.dim() != 4:  # one of another shape is judged by attention
+            return None
+        lengths = lengths_from_dense_mask(mask)
+        return lengths if len(lengths) > mask.shape[0] else None
     return lengths_of_starts(find_starts(batch, rule))
 
 

@@ -212,3 +212,8 @@ def test_a_mask_of_other_documents_with_as_many_pairs_is_refused(other):
     rule = DocumentRule("positions", "--reset-position-ids")
     with pytest.raises(NotImplementedError, match="a mask is never left out"):
         find_documents(batch, rule)
+
+
+def test_a_mask_of_padding_says_nothing_of_documents():
+    batch = {"tokens": torch.zeros(2, 8), "attention_mask": torch.ones(2, 8, dtype=torch.bool)}
+    assert find_documents(batch, DocumentRule()) is None
