@@ -52,7 +52,13 @@ def cut_batch(batch: dict[str, Any], lengths: Lengths, group: Any) -> ContextPar
     after the other in the plan's stream of b x S tokens. The dense mask and cu_seqlens are taken out: the plan
     is the mask. No collective: every rank cuts its own share.
     """
-    whole = next(batch[key] for key in SEQUENCE_KEYS if batch.get(key) is not None)
+    whole = next((batch[key] for key in SEQUENCE_KEYS if batch.get(key) is not None), None)
+    if whole is None:
+        raise NotImplementedError(
+            f"a batch of documents has none of {', '.join(SEQUENCE_KEYS)}, only "
+            f"{', '.join(sorted(key for key, value in batch.items() if value is not None))}; give its labels or its "
+            "position_ids beside them"
+        )
     num_samples, device = whole.shape[0], whole.device
     params = params_of_documents(lengths, num_samples, device, group)
     rows = local_indices(params.plans["full"], group.rank(), device)

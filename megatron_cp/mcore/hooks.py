@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_cp.mcore import compat, hybrid_classes, layers, model_hooks, program
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.cut import SEQUENCE_KEYS, Lengths, cut_batch, forget_batch
+from megatron_cp.mcore.cut import Lengths, cut_batch, forget_batch
 from megatron_cp.mcore.documents import (
     DocumentRule,
     current_rule,
@@ -220,17 +220,19 @@ def _cut_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
     def get_batch_on_this_cp_rank(batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not layers.are_ours():
             return plain(batch, *args, **kwargs)
-        if all(batch.get(key) is None for key in SEQUENCE_KEYS):
+        if not _holds_rows(batch):
             return batch  # a middle stage has cu_seqlens alone: GPTModel.forward takes them
-        rule = current_rule()
-        lengths = batch.pop(_DOCUMENTS, None) or find_documents(batch, rule)
-        if lengths is None:
-            _say_once("documents: none are asked for; rows stay where Megatron puts them (zigzag)")
-            forget_batch()
-            return plain(batch, *args, **kwargs)
         given = signature.bind(batch, *args, **kwargs).arguments
+        lengths = batch.pop(_DOCUMENTS, None)
+        # Before cu_seqlens are read: programs that cut by them fill them up in ways of their own.
         if layers.cuts_each_document() and _cuts_each_document(signature, batch, given):
             _say_once("documents: from cu_seqlens; each is cut zigzag, as the layers were told")
+            forget_batch()
+            return plain(batch, *args, **kwargs)
+        rule = current_rule()
+        lengths = lengths or find_documents(batch, rule)
+        if lengths is None:
+            _say_once("documents: none are asked for; rows stay where Megatron puts them (zigzag)")
             forget_batch()
             return plain(batch, *args, **kwargs)
         group = given.get("cp_group")
@@ -239,6 +241,15 @@ def _cut_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
         return batch
 
     return get_batch_on_this_cp_rank
+
+
+def _holds_rows(batch: dict[str, Any]) -> bool:
+    """Returns whether a batch has values for tokens: a model for images may have embeddings alone."""
+    return any(
+        isinstance(value, Tensor) and value.dim() > 1
+        for key, value in batch.items()
+        if key != "attention_mask" and not key.startswith("cu_seqlens")
+    )
 
 
 def _cuts_each_document(

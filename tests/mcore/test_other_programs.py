@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.mcore.packs import SEQUENCE, VOCABULARY
-from tests.mcore.stock import stock_program
+from tests.mcore.stock import cut_by_megatron, stock_program
 from tests.mcore.tiny_gpt import Case, make_config, parallel_state
 from tests.mcore.weights import fill_by_name
 from tests.ranks import run_on_ranks
@@ -262,3 +262,40 @@ def what_a_stage_without_layers_knows(rank, world_size):
 
 def test_a_stage_without_layers_leaves_batches_as_they_are_cut_too():
     assert run_on_ranks(1, what_a_stage_without_layers_knows) == [(True, True)]
+
+
+def rows_of_embeddings(rank, world_size):
+    """Rows of this rank of a batch that holds embeddings alone, cut by Megatron's function."""
+    with stock_program() as program, parallel_state(Case(cp=world_size)):
+        del sys.modules[program.__name__]  # no program, no flags
+        swapped_model(Case(cp=world_size))
+        empty = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"))
+        batch = {**empty, "decoder_input": torch.arange(16.0).view(1, 16, 1)}
+        cut_by_megatron(batch)
+        sys.modules[program.__name__] = program
+        return batch["decoder_input"][0, :, 0].numpy()
+
+
+def test_embeddings_alone_are_cut_too():
+    for rank, rows in enumerate(run_on_ranks(2, rows_of_embeddings)):
+        np.testing.assert_array_equal(rows, zigzag(16, 2, rank))
+
+
+def ends_that_are_filled_up(rank, world_size):
+    with stock_program() as program, parallel_state(Case()):
+        from megatron.core import utils
+
+        del sys.modules[program.__name__]
+        swapped_model(Case())
+        tokens = torch.arange(16)[None]
+        ends = torch.tensor([[0, 6, 16, -1, -1]], dtype=torch.int32)
+        batch = {"tokens": tokens, "cu_seqlens": ends}
+        utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False)
+        sys.modules[program.__name__] = program
+        return [batch["tokens"][0].tolist(), batch["cu_seqlens"][0].tolist()]
+
+
+def test_one_rank_leaves_ends_to_the_program_that_filled_them_up():
+    if not run_on_ranks(1, cuts_thd_itself)[0]:
+        pytest.skip("Megatron-Core before 0.18 cuts thd batches elsewhere, with Transformer Engine")
+    assert run_on_ranks(1, ends_that_are_filled_up) == [[list(range(16)), [0, 6, 16, -1, -1]]]
