@@ -102,6 +102,7 @@ def prepare_layer(config: Any, thd_split: str | None) -> None:
     Raises ValueError or NotImplementedError for what such a layer cannot honour.
     """
     split.check_thd_split(thd_split)
+    split.check_partition(config, "config", config.context_parallel_size)
     layers.note_thd_split(thd_split)
     validate_config(config)
     if getattr(config, "mtp_num_layers", None):

@@ -95,6 +95,18 @@ def check_thd_split(thd_split: str | None) -> None:
         )
 
 
+def check_partition(said: Any, name: str, cp_size: int) -> None:
+    """Returns if `said`, a model's configuration or packed parameters, names no cut but the zigzag one.
+
+    Raises NotImplementedError for any other. Megatron-Core behind 0.20 has the field, and programs on it may set it.
+    """
+    mode = getattr(said, "cp_partition_mode", None)
+    if cp_size > 1 and mode not in (None, "zigzag"):
+        raise NotImplementedError(
+            f"{name}.cp_partition_mode={mode!r}: rows that are cut in another way are not served here; give 'zigzag'"
+        )
+
+
 def documents_of_batch(
     params: Any, num_rows: int, cp_size: int, thd_split: str | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -117,12 +129,7 @@ def documents_of_batch(
             f"packed_seq_params.qkv_format={params.qkv_format!r}; Megatron's own parameters "
             "must be 'thd'; use ContextParallelParams for anything else"
         )
-    mode = getattr(params, "cp_partition_mode", None)
-    if cp_size > 1 and mode not in (None, "zigzag"):
-        raise NotImplementedError(
-            f"packed_seq_params.cp_partition_mode={mode!r}: rows that are cut in another way are not served "
-            "here; give 'zigzag'"
-        )
+    check_partition(params, "packed_seq_params", cp_size)
     if cp_size > 1 and thd_split is None:
         raise ValueError(
             f"packed_seq_params.qkv_format='thd' on {cp_size} context ranks does not say how the rows were cut, and "

@@ -139,6 +139,7 @@ def contiguous_rows(rank, world_size):
     with parallel_state(Case(cp=world_size)):
         from megatron.core.packed_seq_params import PackedSeqParams
 
+        from megatron_cp.mcore.micro_batch import prepare_layer
         from megatron_cp.mcore.split import documents_of_batch
 
         ends = torch.tensor([0, 8, 16], dtype=torch.int32)
@@ -149,6 +150,10 @@ def contiguous_rows(rank, world_size):
         documents_of_batch(params, 16, 1, "per_document")  # one rank has all rows in any case
         with pytest.raises(NotImplementedError, match="cp_partition_mode='contiguous'"):
             documents_of_batch(params, 8, world_size, "per_document")
+        config = make_config(Case(cp=world_size))
+        config.cp_partition_mode = "contiguous"  # whole sequences have no parameters that say it
+        with pytest.raises(NotImplementedError, match=r"config.cp_partition_mode='contiguous'"):
+            prepare_layer(config, None)
         return found
 
 
