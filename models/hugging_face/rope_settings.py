@@ -101,6 +101,8 @@ _NUMBERS: dict[str, dict[str, tuple[float, ...]]] = {
 def _rope_from_config(config: Config, ignored: tuple[str, ...] = ()) -> Arguments:
     theta, kind, said = _rope(config)
     said = {name: value for name, value in said.items() if name not in ignored}
+    if said.get("partial_rotary_factor") == 1:  # transformers moves it there from the outer keys
+        del said["partial_rotary_factor"]
     if kind == "yarn":
         return _yarn_arguments(theta, said)
     arguments = {

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import transformers
 
 from megatron_cp.models.hugging_face.config_file import (
     arguments_of,
@@ -373,3 +374,15 @@ def test_which_layers_pick_keys_is_said_in_four_ways(said: dict, kinds: str | No
     assert SHARED_PICKS.to_config(arguments) == {"indexer_types": [words[one] for one in kinds]}
     if not said:
         assert arguments["dsa_indexer_topk_freq"] == 1
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Seed-OSS-36B-Base"])
+def test_a_whole_share_that_rotates_may_be_said_where_transformers_puts_it(tmp_path: Path, name):
+    published = {**PUBLISHED[name], "partial_rotary_factor": 1.0}
+    transformers.AutoConfig.for_model(**published).save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    assert config["rope_parameters"]["partial_rotary_factor"] == 1.0
+    assert arguments_of(config) == arguments_of(PUBLISHED[name])
+    config["rope_parameters"]["partial_rotary_factor"] = 0.5
+    with pytest.raises(ConversionError, match=r"partial_rotary_factor=0\.5"):
+        arguments_of(config)
