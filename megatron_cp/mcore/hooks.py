@@ -8,7 +8,9 @@ ranks and calls the model. The cut is where documents are lost: it is made by ro
     get_batch_on_this_cp_rank,         plans them, and cuts tokens, labels, loss mask and positions by the plan
     get_thd_batch_on_this_cp_rank
     is_first_or_last_pipeline_stage    lets the middle stages load the batch too: they attend as well
-    GPTModel.__init__                  tells stages without layers what the layers of other stages plan with
+    GPTModel.__init__                  tells stages without layers what the layers of other stages plan with, and
+                                       gives layers our attention where every GPT is to have it
+    TransformerBlock.__init__          the same for a decoder that is built again
     GPTModel.forward                   gives the plan to the layers, in packed_seq_params
     MambaModel, HybridModel            the same for hybrid models, by the version's name
     forward_step_calc_loss             divides a loss by the tokens of the whole context group, not of one rank
@@ -30,6 +32,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules  # noqa: F401  its loss function gets a hook
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_cp.mcore import compat, hybrid_classes, layers, model_hooks, program
@@ -67,6 +70,7 @@ def install(**plan_wishes: Any) -> None:
     for name, wrap in replacements.items():
         _replace_everywhere(name, wrap)
     put_hook(GPTModel, "__init__", model_hooks.register_stage)
+    put_hook(TransformerBlock, "__init__", model_hooks.exchange_in_block)
     put_hook(GPTModel, "forward", model_hooks.give_plan_to_layers)
     put_hook(HYBRID_MODEL, "__init__", model_hooks.register_hybrid_stage)
     put_hook(HYBRID_MODEL, "forward", model_hooks.give_plan_to_layers)

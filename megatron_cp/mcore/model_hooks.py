@@ -26,12 +26,17 @@ from megatron_cp.mcore.validation import balances_samples
 
 _LOOKED_AT = "_megatron_cp_looked_at"  # attribute of a model
 _exchanges: list[Callable[[Any], Any]] = []  # what becomes of the specs of every GPT: at most one
+_last_exchanged: list[
+    tuple[Any, Any]
+] = []  # the layers' specs of the last GPT: its program's, and ours
+_HAS_OURS = "_megatron_cp_has_ours"  # attribute of a model
 _MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
 
 
 def exchange_specs(exchange: Callable[[Any], Any] | None) -> None:
     """From now on every GPT is built of `exchange(spec)`, whoever made its specs; None: of the specs as they are."""
     _exchanges[:] = [] if exchange is None else [exchange]
+    _last_exchanged.clear()
 
 
 def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,14 +47,50 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(self, *args, **kwargs)
         given = call.arguments
         for exchange in _exchanges:
-            for name in ("transformer_layer_spec", "mtp_block_spec"):
+            for name in ("mtp_block_spec", "transformer_layer_spec"):  # the last one is remembered
                 if given.get(name) is not None:
-                    given[name] = exchange(given[name])
+                    theirs, given[name] = given[name], exchange(given[name])
+                    _last_exchanged[:] = [(theirs, given[name])]
         plain(*call.args, **call.kwargs)
+        if _exchanges:
+            self.register_forward_pre_hook(_check_attention)
         if _exchanges or layers.has_our_attention(given["transformer_layer_spec"]):
             layers.register_stage(given["config"])
 
     return __init__
+
+
+def exchange_in_block(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `TransformerBlock.__init__(config, spec, ...)`: a subclass of a GPT may build its decoder once more."""
+    signature = inspect.signature(plain)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        call = signature.bind(self, *args, **kwargs)
+        for theirs, ours in _last_exchanged:
+            if call.arguments["spec"] is theirs:
+                call.arguments["spec"] = ours
+        plain(*call.args, **call.kwargs)
+
+    return __init__
+
+
+def _check_attention(model: torch.nn.Module, _inputs: Any) -> None:
+    """Refuses, before its first forward, a model with layers that were built of other specs than ours."""
+    if getattr(model, _HAS_OURS, False):
+        return
+    for name, module in model.named_modules():
+        core = getattr(module, "core_attention", None)
+        if isinstance(core, torch.nn.Module) and not any(map(_follows_plans, core.modules())):
+            raise NotImplementedError(
+                f"{name}.core_attention of {type(model).__name__} is {type(core).__name__}: its program builds layers "
+                "of other specs than those of its GPTModel, so they have no attention of ours; leave out "
+                "use_in_every_gpt, or give the layers their spec by with_context_parallel"
+            )
+    setattr(model, _HAS_OURS, True)
+
+
+def _follows_plans(module: torch.nn.Module) -> bool:
+    return bool(getattr(module, "follows_plans", False))
 
 
 def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -304,3 +304,38 @@ def test_one_rank_leaves_ends_to_the_program_that_filled_them_up():
     if not run_on_ranks(1, cuts_thd_itself)[0]:
         pytest.skip("Megatron-Core before 0.18 cuts thd batches elsewhere, with Transformer Engine")
     assert run_on_ranks(1, ends_that_are_filled_up) == [[list(range(16)), [0, 6, 16, -1, -1]]]
+
+
+def decoders_built_again(rank, world_size):
+    """The attention of a decoder that a subclass builds again of the spec it was given; another spec is refused."""
+    with stock_program(), parallel_state(Case()), torch.no_grad():
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.transformer.transformer_block import TransformerBlock
+
+        from megatron_cp.mcore import use_in_every_gpt
+        from megatron_cp.mcore.model_hooks import exchange_specs
+
+        class BuildingAgain(GPTModel):
+            def __init__(self, config, spec, again):
+                super().__init__(config, spec, VOCABULARY, SEQUENCE)
+                self.decoder = TransformerBlock(config=config, spec=again)
+
+        config = make_config(Case())
+        specs = [get_gpt_decoder_block_spec(config, use_transformer_engine=False) for _ in "ab"]
+        try:
+            use_in_every_gpt()
+            same = BuildingAgain(config, specs[0], specs[0])
+            other = BuildingAgain(config, specs[0], specs[1])
+        finally:
+            exchange_specs(None)
+        tokens = torch.arange(8)[None]
+        mask = torch.ones(8, 8, dtype=torch.bool).triu(1)[None, None]
+        same(tokens, tokens, mask)
+        with pytest.raises(NotImplementedError, match="of BuildingAgain is DotProductAttention"):
+            other(tokens, tokens, mask)
+        return type(same.decoder.layers[0].self_attention.core_attention).__name__
+
+
+def test_a_decoder_that_is_built_again_has_our_attention_or_is_refused():
+    assert run_on_ranks(1, decoders_built_again) == ["ContextParallelAttention"]
