@@ -67,7 +67,7 @@ def exchange_in_block(plain: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         call = signature.bind(self, *args, **kwargs)
         for theirs, ours in _last_exchanged:
-            if call.arguments["spec"] is theirs:
+            if call.arguments.get("spec") is theirs:
                 call.arguments["spec"] = ours
         plain(*call.args, **call.kwargs)
 
