@@ -258,22 +258,25 @@ def resume_loader(loader: PackedLoader, data: RunData, resumed: RunState) -> Non
 
 
 def check_first_batch(config: TrainConfig, data: RunData, request: PlanRequest) -> None:
-    """Draws and plans one batch in this process, as every context rank will.
+    """Draws and plans one batch in this process, as every context rank will; of evaluations too, if theirs are other.
 
     Raises ValueError or NotImplementedError for what planner, topology, chunks, tokens and experts
     allow.
     """
-    values: dict[str, Any] = {"num_workers": 0}
-    if config.parallel.spans_replicas:  # whose layout is chosen for a step: one of a micro-batch
-        size = config.steps.micro_batch_size * config.parallel.data_parallel_size
-        values["batch_schedule"] = ((0, size),)
-    inline = config.with_arguments(**values)
-    loader = build_loader(
-        inline, data, request, split="train", dp_rank=0, dp_size=config.parallel.data_parallel_size
-    )
-    plan = next(loader).plans["full"]
-    loader.close()
-    check_padding(config.namespace(), plan.tokens_per_rank * plan.cp_size, plan.num_tokens)
+    steps, replicas = config.steps, config.parallel.data_parallel_size
+    sizes = [steps.micro_batch_size]
+    if steps.eval_iters or steps.full_validation:
+        sizes.append(steps.eval_micro_batch_size)
+    for size in dict.fromkeys(sizes):
+        values: dict[str, Any] = {"num_workers": 0, "micro_batch_size": size}
+        # With replicas that are planned together a layout is chosen for a step: one of a micro-batch.
+        if config.parallel.spans_replicas or size != steps.micro_batch_size:
+            values["batch_schedule"] = ((0, size * replicas),)
+        inline = config.with_arguments(**values)
+        loader = build_loader(inline, data, request, split="train", dp_rank=0, dp_size=replicas)
+        plan = next(loader).plans["full"]
+        loader.close()
+        check_padding(config.namespace(), plan.tokens_per_rank * plan.cp_size, plan.num_tokens)
 
 
 def digests(data: RunData) -> dict[str, Any]:

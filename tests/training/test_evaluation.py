@@ -1,12 +1,13 @@
 """Which steps are taken, and when and in which batches a model is evaluated: Megatron-LM's flags."""
 
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from megatron_cp.training.arguments import parse_arguments
-from megatron_cp.training.datasets import open_data
+from megatron_cp.training.datasets import check_first_batch, open_data, plan_request
 from tests.faults.bad_files import write_corpus
 from tests.training.commands import MODEL, SMALL_RUN, metrics, train
 from tests.training.verdicts import parse, refusal
@@ -112,6 +113,19 @@ def test_sets_of_validation_are_evaluated_whole_and_by_their_names(corpora, tmp_
     mean = (wiki * of_one + code * of_many) / (of_one + of_many)
     for run in (both, tmp_path / "replicas"):
         assert loss_of(run, "validation") == pytest.approx(mean, rel=2e-6)
+
+
+def test_what_micro_batches_of_an_evaluation_do_not_allow_is_said_at_the_start(corpora):
+    """Two packs of 34 tokens fill the ranks' rows, one does not: the router would count what fills up."""
+    experts = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01"]
+    sizes = ["--seq-length", "34", "--micro-batch-size", "2", "--global-batch-size", "2"]
+    run = [*held_out_run(corpora, "many"), *sizes, *experts, "--context-parallel-size", "2"]
+    run += ["--eval-iters", "1"]
+    for flags, is_refused in (([], False), (["--eval-micro-batch-size", "1"], True)):
+        config, data = open_data(parse_arguments([*run, *flags], {"WORLD_SIZE": "2"}))
+        refused = pytest.raises(NotImplementedError, match="34 tokens on 36 rows")
+        with refused if is_refused else nullcontext():
+            check_first_batch(config, data, plan_request(config, on_cuda=False))
 
 
 @pytest.mark.parametrize("packing", ["keep", "split", "megatron"])
