@@ -147,10 +147,10 @@ class ContextParallelAttention(MegatronModule):
 
         `query` is `[s, b, n, h]`, `key` `[s, b, g, h]` and `value` `[s, b, g, hv]`; without the batch dimension
         under thd, where the result is `[s, n * hv]` as Transformer Engine's: newer latent attention pads values to the
-        width of queries and cuts the result by its axes. `attention_mask` is None or
-        the causal mask of this rank's rows: any other is refused, never ignored. `attn_mask_type` overrides the
-        constructor's; with ContextParallelParams the plan alone says who sees whom. `attention_bias` and the
-        inputs of Megatron's attention variants must be None.
+        width of queries and cuts the result by its axes. `attention_mask` is None or the causal mask of this rank's
+        rows: any other is refused, never ignored. `attn_mask_type` overrides the constructor's; with
+        ContextParallelParams the plan alone says who sees whom. `attention_bias` and the inputs of Megatron's
+        attention variants must be None.
 
         Collective: every rank of the context group calls it, forward and backward.
         """
@@ -194,8 +194,9 @@ class ContextParallelAttention(MegatronModule):
             )
         if max_logits:
             self._keep_max_logits(rows.of_heads(max_logits[0]))
+        result = rows.unfold(out)
         is_thd = getattr(packed_seq_params, "qkv_format", None) == "thd"
-        return rows.unfold(out).flatten(0, 1) if is_thd else rows.unfold(out)
+        return result.flatten(0, 1) if is_thd else result
 
     def _keep_max_logits(self, found: torch.Tensor) -> None:
         """Keeps the largest logit of each head, `[n]`, over the micro-batches of a step."""

@@ -27,9 +27,8 @@ _KIMI_K25 = Wrapper(
     ),
     images=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
 )
-DEEPSEEK_V3 = Family(
+_DEEPSEEK = Family(
     model_type="deepseek_v3",
-    wrapper=_KIMI_K25,
     architecture="DeepseekV3ForCausalLM",
     weights={
         "model": w.OUTER,
@@ -64,17 +63,13 @@ DEEPSEEK_V3 = Family(
         "rms_norm_eps": (1e-6,),
     },
 )
+DEEPSEEK_V3 = replace(_DEEPSEEK, wrapper=_KIMI_K25)
 DEEPSEEK_V2 = replace(
-    DEEPSEEK_V3,
+    _DEEPSEEK,
     model_type="deepseek_v2",
-    wrapper=None,
     architecture="DeepseekV2ForCausalLM",
     weights={
-        **{
-            place: rows
-            for place, rows in DEEPSEEK_V3.weights.items()
-            if place != "prediction layer"
-        },
+        **{place: rows for place, rows in _DEEPSEEK.weights.items() if place != "prediction layer"},
         "expert layer": (
             *w.OWN_NORM_BEFORE_EXPERTS,
             w.DEEPSEEK_ROUTER[0],
@@ -104,7 +99,7 @@ DEEPSEEK_V2 = replace(
     only={
         **{
             key: values
-            for key, values in DEEPSEEK_V3.only.items()
+            for key, values in _DEEPSEEK.only.items()
             if key not in ("rope_interleave", "topk_method")
         },
         "norm_topk_prob": (False, None),
@@ -115,15 +110,11 @@ DEEPSEEK_V2 = replace(
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
 # transformers takes 1e-6 for the norms inside its attention, other programs the configuration's, as Megatron-Core does.
 GLM4_MOE_LITE = replace(
-    DEEPSEEK_V3,
+    _DEEPSEEK,
     model_type="glm4_moe_lite",
-    wrapper=None,
     architecture="Glm4MoeLiteForCausalLM",
-    settings=tuple(
-        experts.NAMED_LAYERS if setting is experts.FIRST_DENSE_LAYERS else setting
-        for setting in DEEPSEEK_V3.settings
-    ),
-    only={key: values for key, values in DEEPSEEK_V3.only.items() if key != "rms_norm_eps"},
+    settings=_DEEPSEEK.settings_with({experts.FIRST_DENSE_LAYERS: experts.NAMED_LAYERS}),
+    only={key: values for key, values in _DEEPSEEK.only.items() if key != "rms_norm_eps"},
 )
 _SPARSE = {
     "experimental_attention_variant": "dsa",
@@ -138,20 +129,16 @@ _EVERY_LAYER_PICKS = {
     "index_topk_pattern": (None,),
 }
 DEEPSEEK_V32 = replace(
-    DEEPSEEK_V3,
+    _DEEPSEEK,
     model_type="deepseek_v32",
-    wrapper=None,
     architecture="DeepseekV32ForCausalLM",
-    weights={**DEEPSEEK_V3.weights, "index": w.INDEX},
+    weights={**_DEEPSEEK.weights, "index": w.INDEX},
     settings=(
-        *(
-            experts.COUNTED_LAYERS if setting is experts.FIRST_DENSE_LAYERS else setting
-            for setting in DEEPSEEK_V3.settings
-        ),
+        *_DEEPSEEK.settings_with({experts.FIRST_DENSE_LAYERS: experts.COUNTED_LAYERS}),
         *s.INDEX_SIZES,
     ),
-    constants={**DEEPSEEK_V3.constants, **_SPARSE},
-    only={**DEEPSEEK_V3.only, **_EVERY_LAYER_PICKS, "rope_interleave": (True, None)},
+    constants={**_DEEPSEEK.constants, **_SPARSE},
+    only={**_DEEPSEEK.only, **_EVERY_LAYER_PICKS, "rope_interleave": (True, None)},
 )
 # Its norms as those of GLM-4.7-Flash.
 GLM_MOE_DSA = replace(

@@ -28,7 +28,7 @@ from megatron_cp.models.hugging_face.deepseek import (
     GLM_MOE_DSA,
     KIMI_K2,
 )
-from megatron_cp.models.hugging_face.family import Family, Wrapper
+from megatron_cp.models.hugging_face.family import Family, Wrapper, images_too
 from megatron_cp.models.hugging_face.kimi import KIMI_LINEAR
 from megatron_cp.models.hugging_face.nemotron import NEMOTRON_H
 from megatron_cp.models.hugging_face.qwen import (
@@ -152,16 +152,9 @@ GLM4_MOE = Family(
 GLM4V_MOE = replace(
     GLM4_MOE,
     model_type="glm4v_moe_text",
-    wrapper=Wrapper(
-        model_type="glm4v_moe",
-        names=(("model.language_model.", "model."),),
-        images=("model.visual.",),
-    ),
+    wrapper=images_too("glm4v_moe"),
     alone=GLM4_MOE,
-    settings=tuple(
-        rope.HALF_ROPE_OF_TEXTS if setting is rope.HALF_ROPE else setting
-        for setting in GLM4_MOE.settings
-    ),
+    settings=GLM4_MOE.settings_with({rope.HALF_ROPE: rope.HALF_ROPE_OF_TEXTS}),
 )
 SOLAR_OPEN = Family(
     model_type="solar_open",

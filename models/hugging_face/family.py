@@ -31,6 +31,12 @@ class Wrapper:
     """How names of what is for images begin."""
 
 
+def images_too(model_type: str) -> Wrapper:
+    """Returns the usual wrapper: the language model as a part, beside one that sees."""
+    names = (("model.language_model.", "model."),)
+    return Wrapper(model_type=model_type, names=names, images=("model.visual.",))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """What is particular to the models of one `model_type`."""
@@ -57,6 +63,11 @@ class Family:
     """The models for images too, of which these are the language models."""
     alone: Family | None = None
     """As whose models these are written by themselves, where transformers has no class for them."""
+
+    def settings_with(self, others: Mapping[s.Setting, s.Setting | None]) -> tuple[s.Setting, ...]:
+        """Returns the settings with others in the place of some; None leaves one out."""
+        found = (others.get(setting, setting) for setting in self.settings)
+        return tuple(setting for setting in found if setting is not None)
 
     def pieces(
         self,

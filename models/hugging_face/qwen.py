@@ -17,7 +17,7 @@ from megatron_cp.models.hugging_face.common import (
     PLAIN,
     SHAPE,
 )
-from megatron_cp.models.hugging_face.family import Family, Tables, Wrapper
+from megatron_cp.models.hugging_face.family import Family, Tables, images_too
 
 QWEN2 = Family(
     model_type="qwen2",
@@ -96,33 +96,24 @@ QWEN3_MOE = Family(
 )
 
 
-def _images_too(model_type: str) -> Wrapper:
-    names = (("model.language_model.", "model."),)
-    return Wrapper(model_type=model_type, names=names, images=("model.visual.",))
-
-
 QWEN3_VL = replace(
     QWEN3,
     model_type="qwen3_vl_text",
-    wrapper=_images_too("qwen3_vl"),
+    wrapper=images_too("qwen3_vl"),
     alone=QWEN3,
-    settings=(*SHAPE, rope.ROPE_OF_TEXTS),
+    settings=QWEN3.settings_with({rope.ROPE: rope.ROPE_OF_TEXTS}),
 )
 QWEN3_VL_MOE = replace(
     QWEN3_MOE,
     model_type="qwen3_vl_moe_text",
-    wrapper=_images_too("qwen3_vl_moe"),
+    wrapper=images_too("qwen3_vl_moe"),
     alone=QWEN3_MOE,
     weights={
         **QWEN3_MOE.weights,
         "stacked expert": w.STACKED_EXPERTS,
         "turned stacked expert": w.TURNED_STACKED_EXPERTS,
     },
-    settings=tuple(
-        rope.ROPE_OF_TEXTS if setting is rope.ROPE else setting
-        for setting in QWEN3_MOE.settings
-        if setting is not experts.RENORMALISED
-    ),
+    settings=QWEN3_MOE.settings_with({rope.ROPE: rope.ROPE_OF_TEXTS, experts.RENORMALISED: None}),
     # Its chosen experts' weights sum to 1 in any case: its class has no word for it.
     constants={**QWEN3_MOE.constants, "moe_router_pre_softmax": False},
     only={**QWEN3_MOE.only, "norm_topk_prob": (True,)},
@@ -180,7 +171,7 @@ _ONLY_OF_QWEN3_5 = (
 )
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
-    wrapper=_images_too("qwen3_5"),
+    wrapper=images_too("qwen3_5"),
     architecture="Qwen3_5ForCausalLM",
     weights=_QWEN_LINEAR,
     predictions_at=_QWEN_PREDICTIONS,
@@ -190,7 +181,7 @@ QWEN3_5 = Family(
 )
 QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
-    wrapper=_images_too("qwen3_5_moe"),
+    wrapper=images_too("qwen3_5_moe"),
     architecture="Qwen3_5MoeForCausalLM",
     weights=_QWEN_LINEAR,
     predictions_at=_QWEN_PREDICTIONS,
