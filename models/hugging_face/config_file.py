@@ -82,18 +82,17 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     return config
 
 
-def config_alone(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns config.json of a language model of the family as transformers reads it alone."""
+def config_alone(family: Family, config: dict[str, Any], arguments: Arguments) -> dict[str, Any]:
+    """Returns config.json of a language model of the family as transformers reads it alone.
+
+    What it is silent of is said: another family's defaults may be others.
+    """
     if family.alone is None:
         return config
+    silent = (one for one in family.alone.settings if not config.keys() & {*one.keys})
+    said = {key: value for one in silent for key, value in one.to_config(arguments).items()}
     own = {"model_type": family.alone.model_type, "architectures": [family.alone.architecture]}
-    return without_images(config) | _true_unless_said(family) | own
-
-
-def _true_unless_said(family: Family) -> dict[str, bool]:
-    """Returns the keys that are true where config.json is silent; other families take them for false."""
-    keys = ("norm_topk_prob", "attention_bias")
-    return {key: True for key in keys if family.only.get(key, (None,))[0] is True}
+    return said | without_images(config) | own
 
 
 def family_of(config: Config) -> Family:
@@ -236,7 +235,9 @@ def config_of(family: Family, arguments: Arguments) -> dict[str, Any]:
             f"the checkpoint's arguments lack {listing(sorted(set(missing)))}; they decide "
             "config.json; give --hf-folder with the model's config.json"
         )
-    config |= _true_unless_said(family)
+    for key in ("norm_topk_prob", "attention_bias"):  # their default differs from the family's
+        if family.only.get(key, (None,))[0] is True:
+            config[key] = True
     published = {name: key for key, name in family.words.items()}
     return {published.get(key, key): value for key, value in config.items()}
 

@@ -118,7 +118,7 @@ def to_megatron(request: Request) -> Report:
             megatron.write_common(folder, common)
         (root / megatron.CARRIED).mkdir()
         carried, left_files = hf.carry_files(request.load, root / megatron.CARRIED)
-        _write_config(root / megatron.CARRIED, config_alone(family, config))
+        _write_config(root / megatron.CARRIED, config_alone(family, config, arguments))
         (root / megatron.TRACKER).write_text(str(ITERATION), encoding="utf-8")
     return Report(
         arguments=arguments,

@@ -154,7 +154,12 @@ GLM4V_MOE = replace(
     model_type="glm4v_moe_text",
     wrapper=images_too("glm4v_moe"),
     alone=GLM4_MOE,
-    settings=GLM4_MOE.settings_with({rope.HALF_ROPE: rope.HALF_ROPE_OF_TEXTS}),
+    settings=GLM4_MOE.settings_with(
+        {
+            rope.HALF_ROPE: rope.HALF_ROPE_OF_TEXTS,
+            s.QKV_BIASES: s.ATTENTION_BIASES_UNLESS_SAID,
+        }
+    ),
 )
 SOLAR_OPEN = Family(
     model_type="solar_open",

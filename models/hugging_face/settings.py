@@ -253,6 +253,7 @@ def switch(key: str, argument: str, default: bool = False) -> Setting:
 
 
 QKV_BIASES = switch("attention_bias", "add_qkv_bias")
+ATTENTION_BIASES_UNLESS_SAID = switch("attention_bias", "add_qkv_bias", True)
 QKV_BIASES_UNLESS_SAID = switch("qkv_bias", "add_qkv_bias", True)
 QK_NORMS = switch("use_qk_norm", "qk_layernorm")
 

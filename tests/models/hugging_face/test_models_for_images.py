@@ -171,6 +171,21 @@ def test_weights_of_chosen_experts_sum_to_one_where_config_json_is_silent(tmp_pa
         to_megatron(source, tmp_path / "no", **WITHOUT_IMAGES)
 
 
+def test_biases_are_there_where_config_json_of_glm_is_silent(tmp_path: Path):
+    source = tmp_path / "source"
+    whole = save_other_whole("glm4_moe", source)
+    path = source / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert (
+        content["text_config"].pop("attention_bias") is True
+    )  # what transformers takes without it
+    path.write_text(json.dumps(content), encoding="utf-8")
+    report = to_megatron(source, tmp_path / "megatron", **WITHOUT_IMAGES)
+    assert report.arguments["add_qkv_bias"]
+    to_hugging_face(tmp_path / "megatron", tmp_path / "back")
+    assert (logits_of_folder(tmp_path / "back") - logits_of(whole.eval())).abs().max() < 1e-5
+
+
 def change_config(folder: Path, outer: dict, inner: dict) -> None:
     path = folder / "config.json"
     content = json.loads(path.read_text(encoding="utf-8"))
