@@ -38,6 +38,8 @@ _RENAMED = {
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "fp8_param_gather": "fp8_param",
 }
+# What `build_model` does in the place of Megatron.
+_OURS = frozenset({"mlp_chunks_for_training"})
 
 # GPTModel reads these of its configuration, which has no fields for them in every version: the argument
 # that says each, and its default. Source: Megatron-LM 0.20.
@@ -82,7 +84,7 @@ def transformer_config(
     """
     is_latent = arguments.get("multi_latent_attention")
     kind = MLATransformerConfig if is_latent else TransformerConfig
-    names = {field.name for field in dataclasses.fields(kind)}
+    names = {field.name for field in dataclasses.fields(kind)} - _OURS
     named = {_RENAMED.get(name, name): value for name, value in arguments.items()}
     given = {name: v for name, v in named.items() if name in names and v is not None}
     fields = {**_running_fields(layout or Layout(), dtype), **given, **_activation(arguments)}

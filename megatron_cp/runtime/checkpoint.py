@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron_cp.attn.eager import eager
+from megatron_cp.runtime.host_memory import Away, leaves, put_away
 
 Result = tuple[Tensor, ...]
 """(out, lse), and the largest logits where they were asked for."""
@@ -27,7 +28,7 @@ class AttentionTape:
     """(out, lse) of the attention calls of one checkpointed region, in call order."""
 
     def __init__(self) -> None:
-        self._results: list[tuple[Result, list[int]]] = []
+        self._results: list[tuple[tuple[Tensor | Away, ...], list[int]]] = []
         self._next = 0
         self._outer: AttentionTape | None = None
 
@@ -53,8 +54,8 @@ class AttentionTape:
             _player.reset(token)
 
     def keep(self, result: Result) -> None:
-        """Appends one result, without its graph, here and in the tapes of enclosing regions."""
-        kept = tuple(tensor.detach() for tensor in result)
+        """Appends one result, without its graph, here and in the tapes of enclosing regions; on the host if wanted."""
+        kept = tuple(put_away(tensor) if leaves(tensor) else tensor.detach() for tensor in result)
         self._results.append((kept, [tensor._version for tensor in result]))
         if self._outer is not None:
             self._outer.keep(result)
@@ -66,14 +67,17 @@ class AttentionTape:
                 f"recomputation made attention call {self._next + 1}, the first forward made "
                 f"{len(self._results)}; a checkpointed function must do the same on both runs"
             )
-        result, versions = self._results[self._next]
-        if [tensor._version for tensor in result] != versions:
+        kept, versions = self._results[self._next]
+        if any(
+            isinstance(tensor, Tensor) and tensor._version != version
+            for tensor, version in zip(kept, versions, strict=True)
+        ):
             raise RuntimeError(
                 f"a result of attention call {self._next + 1} was changed in place after the first "
                 "forward of a checkpointed function; use an operation that returns a new tensor"
             )
         self._next += 1
-        return result
+        return tuple(x.back() if isinstance(x, Away) else x for x in kept)
 
 
 class _EveryTime:

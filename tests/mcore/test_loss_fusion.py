@@ -1,12 +1,14 @@
 """Cross entropy without logits in fp32, against torch's own in float64."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 from tests.mcore.compiled import needs_headers, run_compiled
-from tests.mcore.tiny_gpt import Case, enter_megatron, parallel_state, train
+from tests.mcore.tiny_gpt import Case, enter_megatron, train
 from tests.ranks import run_on_ranks
 
 ROWS, SAMPLES, WORDS = 37, 2, 48
@@ -87,18 +89,26 @@ def test_compiled_it_makes_nothing_of_the_size_of_the_logits_but_their_gradient(
     assert out.split() == ["2", "bfloat16"], out
 
 
-def _train_fused(rank, world_size, case):
-    with parallel_state(case):
-        from megatron.core.models.common.language_module import language_module
+@contextlib.contextmanager
+def our_loss():
+    """Our loss in the place of Megatron's fused one, whose gradients are always bf16."""
+    enter_megatron()
+    from megatron.core.models.common.language_module import language_module
 
-        from megatron_cp.mcore import loss_fusion
+    from megatron_cp.mcore import loss_fusion
+
     before = language_module.fused_vocab_parallel_cross_entropy
     loss_fusion.install()
     assert language_module.fused_vocab_parallel_cross_entropy is loss_fusion.cross_entropy
     try:
-        return train(rank, world_size, case.with_options(cross_entropy_loss_fusion=True))
+        yield
     finally:
         language_module.fused_vocab_parallel_cross_entropy = before
+
+
+def _train_fused(rank, world_size, case):
+    with our_loss():
+        return train(rank, world_size, case.with_options(cross_entropy_loss_fusion=True))
 
 
 @pytest.mark.parametrize("tp, cp", [(1, 2), (2, 1)])

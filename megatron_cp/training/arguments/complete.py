@@ -46,6 +46,13 @@ from megatron_cp.training.arguments.hybrid_model import (
 )
 from megatron_cp.training.arguments.linear import complete_linear
 from megatron_cp.training.arguments.machine import check_devices
+from megatron_cp.training.arguments.memory import (
+    check_chunks,
+    check_recomputed_layers,
+    check_recomputed_modules,
+    check_recomputed_predictions,
+    complete_recompute,
+)
 from megatron_cp.training.arguments.positions import (
     check_latent_positions,
     check_yarn,
@@ -55,14 +62,10 @@ from megatron_cp.training.arguments.precision import (
     check_instances,
     check_optimizer_state,
     check_qk_clip,
-    check_recomputed_layers,
-    check_recomputed_modules,
-    check_recomputed_predictions,
     complete_engine,
     complete_expert_engine,
     complete_muon,
     complete_precision,
-    complete_recompute,
 )
 from megatron_cp.training.arguments.ranges import (
     check_layer_kinds,
@@ -333,6 +336,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_recomputed_modules,),
     (check_recomputed_layers,),
     (check_recomputed_predictions,),
+    (check_chunks,),
     (check_places,),
     (complete_sources, "data_path", "train_data_path", "valid_data_path", "test_data_path"),
     (check_blends,),

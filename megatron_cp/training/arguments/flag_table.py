@@ -142,12 +142,15 @@ TABLE = (
 --override-opt-param-scheduler/--override-opt_param-scheduler on - | flags win over checkpoint
 --use-checkpoint-opt-param-scheduler/--use-checkpoint-opt_param-scheduler on - | or it wins
 
-[recompute]
+[memory]
 --recompute-granularity one-of:full,selective - | what backward computes again
 --recompute-method one-of:uniform,block - | how layers are chosen
 --recompute-num-layers int - | how many
 --recompute-modules words - | modules of selective recompute
 --recompute-activations on - | short for --recompute-granularity selective
+--mlp-chunks-for-training int 1 | parts in which an MLP computes its rows; backward computes each again
+--loss-chunk-size int - | rows of logits that a rank holds at once; backward computes them again; default all
+--offload-recompute-inputs on - | what recomputed layers start from waits in the host's memory
 
 [data]
 --data-path words - | prefix of .bin/.idx, or several, or a weight before each

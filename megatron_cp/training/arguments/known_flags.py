@@ -20,7 +20,8 @@ _ORDER = "only how and in which order ranks send would differ"
 _PLANNED = "the planner chooses how ranks exchange rows; --cp-planner names a scheme"
 _NO_GRAPH = "nothing is captured in graphs, because plans change with the documents; it is the same"
 _STAYS = (
-    "activations stay on the GPU: more memory, the same results; --recompute-modules saves memory"
+    "activations stay on the GPU: more memory, the same results; --recompute-granularity full and "
+    "--offload-recompute-inputs save more"
 )
 _NOT_TURNED = "queries and keys of the index are never turned by a Hadamard matrix: their products are the same"
 _SENDERS = "how many parts of a GPU send tokens to experts changes how fast they travel, not where"

@@ -43,6 +43,8 @@ RANGES = {
     "loss_scale_window": _POSITIVE,
     "hysteresis": _POSITIVE,
     "microbatch_group_size_per_vp_stage": _POSITIVE,
+    "loss_chunk_size": _POSITIVE,
+    "mlp_chunks_for_training": _POSITIVE,
     "attention_dropout": "[0, 1)",
     "hidden_dropout": "[0, 1)",
     "ddp_bucket_size": _POSITIVE,

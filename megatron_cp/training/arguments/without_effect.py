@@ -76,7 +76,11 @@ _NEEDS: tuple[tuple[str, Callable[[Namespace], object], str], ...] = (
         lambda a: a.fp8,
         "--fp8-format",
     ),
-    ("--recompute-modules", lambda a: a.recompute_granularity, "--recompute-granularity"),
+    (
+        "--recompute-modules --offload-recompute-inputs",
+        lambda a: a.recompute_granularity,
+        "--recompute-granularity",
+    ),
     ("--muon-*", lambda a: "muon" in a.optimizer, "--optimizer muon"),
     ("--sgd-momentum", lambda a: a.optimizer == "sgd", "--optimizer sgd"),
     ("--adam-*", lambda a: a.optimizer != "sgd", "--optimizer adam"),

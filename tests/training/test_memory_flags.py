@@ -1,0 +1,96 @@
+"""Flags that save memory: the same losses from one checkpoint, at every layout; and what they do not go with."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.training.arguments.machine import GPU_MACHINE
+from megatron_cp.training.arguments.parse import judge_arguments
+from tests.training import test_hybrid_models, test_layouts
+from tests.training.commands import SMALL_RUN, metrics, train
+from tests.training.verdicts import parse
+
+pytestmark = pytest.mark.timeout(1800)
+
+SAVING = shlex.split(
+    "--loss-chunk-size 24 --mlp-chunks-for-training 5 --recompute-granularity full --recompute-method block "
+    "--recompute-num-layers 1 --offload-recompute-inputs"
+)
+RUNS = {
+    "tied embeddings": [*SMALL_RUN, "--cross-entropy-loss-fusion", "--calculate-per-token-loss"],
+    "predictions and experts": [*SMALL_RUN, *test_layouts.MODEL],
+    "hybrid": [*test_hybrid_models.RUN, *test_hybrid_models.EXPERTS],
+}
+STAGES = {"hybrid": "--hybrid-layer-pattern M-M|*ME*-"}
+SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel --moe-token-dispatcher-type allgather"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of a run on one rank, without these flags, made when it is first asked for."""
+    folders: dict[str, Path] = {}
+
+    def run(model: str) -> Path:
+        if model not in folders:
+            folders[model] = folder = tmp_path_factory.mktemp("runs") / "alone"
+            saves = f"--save {folder} --save-interval 1 --save-retain-interval 1"
+            train(1, *RUNS[model], *saves.split())
+        return folders[model]
+
+    return run
+
+
+@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("layout", ["--context-parallel-size 2", SPLIT, "stages"])
+def test_losses_go_on_as_without_them(alone, tmp_path: Path, model: str, layout: str):
+    if layout == "stages":
+        layout = f"--pipeline-model-parallel-size 2 {STAGES.get(model, '')}"
+    folder = alone(model)
+    resumed = ["--load", str(folder), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
+    train(2, *RUNS[model], *resumed, *layout.split(), *SAVING)
+    predicted = ["mtp_1 loss"] if model == "predictions and experts" else []
+    for key in ("lm loss", "grad-norm", "lm loss validation", *predicted):
+        found, expected = metrics(tmp_path / "run", key), metrics(folder, key)
+        assert sorted(found) == ([4] if "validation" in key else [2, 3, 4]), key
+        for iteration, value in found.items():
+            assert value == pytest.approx(expected[iteration], rel=5e-6), (key, iteration)
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--loss-chunk-size 0", "--loss-chunk-size 0 must be positive and finite"),
+        ("--mlp-chunks-for-training 0", "--mlp-chunks-for-training 0 must be positive and finite"),
+        (
+            "--fp8-format hybrid --mlp-chunks-for-training 2",
+            "--mlp-chunks-for-training 2 with --fp8-format is not served",
+        ),
+        (
+            "--fp8-format hybrid --recompute-activations --offload-recompute-inputs",
+            "--offload-recompute-inputs with --fp8-format is not served",
+        ),
+    ],
+)
+def test_what_they_do_not_go_with_is_refused(flags: str, reason: str):
+    machine = replace(GPU_MACHINE, has_transformer_engine=True)
+    words = [*SMALL_RUN, "--bf16", *flags.split()]
+    _, reasons = judge_arguments(words, {}, machine)
+    assert [line.startswith(reason) for line in reasons] == [True], reasons
+
+
+@pytest.mark.parametrize(
+    "flags, note",
+    [
+        ("--recompute-activations --offload-recompute-inputs", "nothing on CPU ranks"),
+        ("--offload-recompute-inputs", "it needs --recompute-granularity"),
+        (
+            f"--mlp-chunks-for-training 2 {test_layouts.EXPERTS}",
+            "no layer has an MLP without experts",
+        ),
+    ],
+)
+def test_a_flag_that_does_nothing_is_a_note(flags: str, note: str):
+    said = parse(*SMALL_RUN, *flags.split()).notes
+    assert any(note in line for line in said), said
