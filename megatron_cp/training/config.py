@@ -65,6 +65,7 @@ class ModelConfig:
     linear_attention_freq: Windows
     hybrid_layer_pattern: str | None
     mtp_num_layers: int | None
+    loss_chunk_size: int | None
     spec: list[str] | None
     bf16: bool
     fp16: bool

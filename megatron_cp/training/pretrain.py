@@ -50,6 +50,7 @@ from megatron_cp.training.logging.loggable import loggable_arguments
 from megatron_cp.training.logging.opening import keeps_records
 from megatron_cp.training.logging.timers import Timers
 from megatron_cp.training.logging.wandb_run import Media
+from megatron_cp.training.logits_memory import with_note_of_logits
 from megatron_cp.training.loop import Loaders, Run, run_to_end
 from megatron_cp.training.optim import build_optimizer, build_scheduler
 from megatron_cp.training.replicas import ReplicasDifferError
@@ -136,6 +137,7 @@ def _prepare(
     wrong without a process group.
     """
     config, data = datasets.open_data(config)
+    config = with_note_of_logits(config)
     request = datasets.plan_request(config, on_cuda=torch.cuda.is_available())
     datasets.check_first_batch(config, data, request)
     check_backend(config)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_cp.training.arguments.machine import GPU_MACHINE
-from megatron_cp.training.arguments.parse import judge_arguments
+from megatron_cp.training.arguments.parse import judge_arguments, parse_arguments
+from megatron_cp.training.logits_memory import with_note_of_logits
 from tests.training import test_hybrid_models, test_layouts
 from tests.training.commands import SMALL_RUN, metrics, train
 from tests.training.verdicts import parse
@@ -94,3 +95,33 @@ def test_what_they_do_not_go_with_is_refused(flags: str, reason: str):
 def test_a_flag_that_does_nothing_is_a_note(flags: str, note: str):
     said = parse(*SMALL_RUN, *flags.split()).notes
     assert any(note in line for line in said), said
+
+
+@pytest.mark.parametrize(
+    "ranks, flags, said",
+    [
+        (2, "--vocab-size 1000000 --context-parallel-size 2", "4.3 GB on a rank"),
+        (1, "--vocab-size 1000000 --micro-batch-size 2", "17.2 GB on a rank"),
+        (4, "--vocab-size 1000000 --tensor-model-parallel-size 4", ""),
+        (2, "--vocab-size 1000000 --context-parallel-size 2 --bf16", ""),
+        (1, "--vocab-size 1000000 --loss-chunk-size 64", ""),
+        (1, "--vocab-size 100000", ""),
+    ],
+)
+def test_large_logits_are_told_with_what_holds_fewer(ranks: int, flags: str, said: str):
+    words = [*SMALL_RUN, "--seq-length", "2150", *flags.split()]
+    config = parse_arguments(words, {"WORLD_SIZE": str(ranks), "RANK": "0"})
+    config = config.with_arguments(padded_vocab_size=config.data.vocab_size)
+    notes = [note for note in with_note_of_logits(config).notes if "--loss-chunk-size" in note]
+    assert bool(notes) == bool(said)
+    assert all(said in note for note in notes), notes
+
+
+def test_what_other_flags_recompute_goes_with_chunks(tmp_path: Path):
+    recomputes = "--recompute-granularity selective --recompute-modules layernorm mlp core_attn"
+    chunks = "--loss-chunk-size 24 --mlp-chunks-for-training 5"
+    for name, flags in (("plain", ""), ("chunks", f"{recomputes} {chunks}")):
+        train(1, *SMALL_RUN, *flags.split(), "--run-dir", str(tmp_path / name))
+    for key in ("lm loss", "grad-norm"):
+        expected = metrics(tmp_path / "plain", key)
+        assert metrics(tmp_path / "chunks", key) == pytest.approx(expected, rel=5e-6)
