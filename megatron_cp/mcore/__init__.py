@@ -26,6 +26,8 @@ _HOME = {
     "reduce_report": "loss",
     "install_position_rotary": "rope",
     "offload_recompute_inputs": "recompute_inputs",
+    "save_memory": "memory",
+    "save_memory_in_every_gpt": "memory",
     "chunk_loss": "row_chunks",
     "chunk_mlps": "row_chunks",
     "gpt_block_spec": "spec",

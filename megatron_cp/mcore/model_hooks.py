@@ -20,6 +20,7 @@ from megatron_cp.mcore.cut import params_of_documents, params_on
 from megatron_cp.mcore.documents import current_rule, find_documents
 from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
 from megatron_cp.mcore.indexer import set_loss_scale
+from megatron_cp.mcore.memory import save_as_wished
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.mcore.sparse_settings import is_sparse
 from megatron_cp.mcore.validation import balances_samples
@@ -56,6 +57,7 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
             self.register_forward_pre_hook(_check_attention)
         if _exchanges or layers.has_our_attention(given["transformer_layer_spec"]):
             layers.register_stage(given["config"])
+        save_as_wished(self)
 
     return __init__
 
@@ -114,6 +116,7 @@ def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
         plain(self, *args, **kwargs)
         if is_ours:
             layers.register_stage(config)
+        save_as_wished(self)
 
     return __init__
 

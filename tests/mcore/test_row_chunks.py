@@ -145,7 +145,7 @@ def test_a_gradient_that_the_layer_adds_to_its_buffer_itself_is_not_added_again(
     assert weight.grad.isnan().all()  # as the layer left it: nobody reads it
 
 
-class _Widest(TorchDispatchMode):
+class Widest(TorchDispatchMode):
     """The most rows of logits, and of activations inside an MLP, that any tensor holds."""
 
     def __init__(self, widths):
@@ -171,7 +171,7 @@ def _train_in_chunks(rank, world_size, case, num_rows, num_mlp_chunks):
             chunk_loss(chunk.module, num_rows)
             chunk_mlps(chunk.module, num_mlp_chunks)
         widths = (VOCABULARY // case.tp, trainer.config.ffn_hidden_size // case.tp)
-        with _Widest(widths) as widest:
+        with Widest(widths) as widest:
             steps = [trainer.step() for _ in range(case.steps)]
         is_last = groups.get_pipeline_model_parallel_rank() == case.pp - 1
         return (steps if is_last else []), list(widest.rows.values())
