@@ -260,3 +260,30 @@ def test_hybrid_models_that_predict_give_the_losses_of_one_context_rank(
     found, _ = losses(corpus, ranks, *parallel, *run, program=program)
     assert expected[-1] < expected[0] - 0.3
     np.testing.assert_allclose(found, expected, rtol=0, atol=6e-6)
+
+
+OWN_SPEC = """
+from megatron_cp.mcore import row_chunks, save_memory_in_every_gpt
+save_memory_in_every_gpt(loss_chunk_size=12, mlp_chunks=5)
+from megatron_cp.mcore.spec import gpt_layer_spec
+
+plain, told = row_chunks.in_chunks, set()
+def in_chunks(of_chunk, rows, num_chunks, *options, **named):
+    if num_chunks not in told:
+        told.add(num_chunks)
+        print(f"\\nmegatron_cp: {num_chunks} chunks", flush=True)
+    return plain(of_chunk, rows, num_chunks, *options, **named)
+row_chunks.in_chunks = in_chunks
+"""
+
+
+@pytest.mark.parametrize("layout", ["cp2", "tp2-cp2"])
+def test_a_spec_module_of_ones_own_saves_memory(corpus, monkeypatch, layout):
+    (corpus.parent / "own_spec.py").write_text(OWN_SPEC)
+    monkeypatch.setenv("PYTHONPATH", f"{corpus.parent}:{os.environ.get('PYTHONPATH', '')}")
+    ranks, parallel = LAYOUTS[layout]
+    flags = [*parallel, *RESET, *NO_MASK, *EOD_LOSS]
+    expected, _ = losses(corpus, ranks, *flags, *SPEC)
+    found, lines = losses(corpus, ranks, *flags, "--spec", "own_spec", "gpt_layer_spec")
+    assert {f"megatron_cp: {n} chunks" for n in (3, 5)} < set(lines)  # of 32 rows on each rank
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2.5e-6)
