@@ -103,6 +103,15 @@ JOBS: Mapping[str, Job] = {
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "one rank",
     ),
+    "logits and MLPs in chunks": Job(
+        1, "--loss-chunk-size 1024 --mlp-chunks-for-training 4", "one rank"
+    ),
+    "recomputed from the host, CP 2, in chunks": Job(
+        2,
+        f"{CP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--offload-recompute-inputs --loss-chunk-size 1024 --mlp-chunks-for-training 4",
+        "one rank",
+    ),
     "TP 2": Job(2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "TP 2, CP 2": Job(4, f"--tensor-model-parallel-size 2 --sequence-parallel {CP2}", "TP 2"),
     "PP 2": Job(2, "--pipeline-model-parallel-size 2"),
