@@ -3,7 +3,6 @@
 from unittest import mock
 
 import pytest
-import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.mcore.packs import SEQUENCE
@@ -75,24 +74,6 @@ def test_a_run_is_the_same_and_its_activations_leave_the_device(what: str, cp: i
         assert sorted(shapes) == sorted(micro_batches * (inputs + 2 * attended))
         if what != "attention":  # the projection behind it keeps its result
             assert still_held == 0
-
-
-def test_nothing_of_cpu_ranks_is_put_away():
-    from megatron_cp.runtime import host_memory
-
-    with host_memory.on_host():
-        assert not host_memory.leaves(torch.zeros(1))
-    assert not host_memory.leaves(torch.zeros(1))
-
-
-def test_a_tensor_comes_back_as_it_was():
-    from megatron_cp.runtime import host_memory
-
-    tensor = torch.arange(6.0).view(2, 3).t()  # of any strides
-    away = host_memory.put_away(tensor)
-    before = tensor.clone()
-    tensor += 1
-    assert torch.equal(away.back(), before) and away.back().dtype == tensor.dtype
 
 
 def _refused(rank, world_size, options):
