@@ -12,7 +12,7 @@ import torch
 
 from megatron_cp.attn import attend
 from tests.closeness import assert_within_budget
-from tests.oracles.attention import AttentionResult, exact_attention
+from tests.oracles.attention import AttentionResult, exact_attention, product
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 
@@ -25,7 +25,7 @@ def stored_lse_attention(
     num_kv_heads = k.shape[1]
     allowed = torch.as_tensor(allowed)[:, None, :]
     k_KNH, v_KNV = (x.repeat_interleave(q.shape[1] // num_kv_heads, dim=1) for x in (k, v))
-    scores = torch.einsum("qnh,knh->qnk", q, k_KNH) * scale
+    scores = product("qnh,knh->qnk", q, k_KNH) * scale
     slope = torch.ones_like(scores)
     if softcap:
         slope = 1 - torch.tanh(scores / softcap) ** 2
@@ -37,17 +37,15 @@ def stored_lse_attention(
     p = torch.exp(scores - safe_lse).masked_fill(~allowed, 0.0)
     factor = torch.ones_like(p) if factors is None else factors.to(p.dtype)
     kept = p * factor
-    out = torch.einsum("qnk,knv->qnv", kept, v_KNV)
+    out = product("qnk,knv->qnv", kept, v_KNV)
     delta = (dout * out).sum(dim=-1) - dlse
-    dp = torch.einsum("qnv,knv->qnk", dout, v_KNV) * factor
+    dp = product("qnv,knv->qnk", dout, v_KNV) * factor
     ds = p * (dp - delta.unsqueeze(-1)) * slope * scale
     # 1 - tanh^2 is rounded at 1, however little of it is left.
     size_ds = p * (dp.abs() + delta.abs().unsqueeze(-1)) * abs(scale)
-    dq, size_dq = (
-        torch.einsum("qnk,knh->qnh", a, b) for a, b in ((ds, k_KNH), (size_ds, k_KNH.abs()))
-    )
-    dk, size_dk = (torch.einsum("qnk,qnh->knh", a, b) for a, b in ((ds, q), (size_ds, q.abs())))
-    dv, size_dv = (torch.einsum("qnk,qnv->knv", kept, a) for a in (dout, dout.abs()))
+    dq, size_dq = (product("qnk,knh->qnh", a, b) for a, b in ((ds, k_KNH), (size_ds, k_KNH.abs())))
+    dk, size_dk = (product("qnk,qnh->knh", a, b) for a, b in ((ds, q), (size_ds, q.abs())))
+    dv, size_dv = (product("qnk,qnv->knv", kept, a) for a in (dout, dout.abs()))
     dk, dv, size_dk, size_dv = (
         x.unflatten(1, (num_kv_heads, -1)).sum(dim=2) for x in (dk, dv, size_dk, size_dv)
     )
@@ -55,7 +53,7 @@ def stored_lse_attention(
     dsink = None if sink is None else -terms.sum(dim=0)
     has_lse = torch.isfinite(lse)
     biggest = {
-        "out": torch.einsum("qnk,knv->qnv", kept, v_KNV.abs()),
+        "out": product("qnk,knv->qnv", kept, v_KNV.abs()),
         "lse": torch.where(has_lse, lse.abs() + 1, 0),
         "dq": size_dq,
         "dk": size_dk,

@@ -24,6 +24,17 @@ class AttentionResult(NamedTuple):
     dsink: torch.Tensor | None
 
 
+def product(equation, a, b):
+    """Returns torch.einsum of two tensors of one dtype.
+
+    In half precision torch on a CPU sums products in float32 and rounds once, in up to ten times the time of float32:
+    here the same is said in float32.
+    """
+    if a.dtype not in (torch.bfloat16, torch.float16):
+        return torch.einsum(equation, a, b)
+    return torch.einsum(equation, a.float(), b.float()).to(a.dtype)
+
+
 def dense_attention(q, k, v, allowed, *, softmax_scale=None, softcap=0.0, sink=None, factors=None):
     """Returns (out, lse) in the dtype of `q`, differentiable; lse is a natural log, with the sink.
 
@@ -38,7 +49,7 @@ def dense_attention(q, k, v, allowed, *, softmax_scale=None, softcap=0.0, sink=N
     v_KNV = v.repeat_interleave(repeats, dim=1)
     allowed = torch.as_tensor(allowed, dtype=torch.bool)
 
-    scores_QNK = torch.einsum("qnh,knh->qnk", q, k_KNH) * scale
+    scores_QNK = product("qnh,knh->qnk", q, k_KNH) * scale
     if softcap:
         scores_QNK = softcap * torch.tanh(scores_QNK / softcap)
     scores_QNK = scores_QNK.masked_fill(~allowed[:, None, :], float("-inf"))
@@ -54,7 +65,7 @@ def dense_attention(q, k, v, allowed, *, softmax_scale=None, softcap=0.0, sink=N
     probabilities_QNK = (weights_QNK / safe_total_QN1)[:, :, : k.shape[0]]
     if factors is not None:
         probabilities_QNK = probabilities_QNK * factors.to(probabilities_QNK.dtype)
-    out_QNV = torch.einsum("qnk,knv->qnv", probabilities_QNK, v_KNV)
+    out_QNV = product("qnk,knv->qnv", probabilities_QNK, v_KNV)
     lse_QN1 = (top_QN1 + torch.log(safe_total_QN1)).masked_fill(empty_QN1, float("-inf"))
     return out_QNV, lse_QN1[..., 0]
 
