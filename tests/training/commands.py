@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from tests.faults.program import Launch, run_program
 from tests.processes import HANG_SECONDS, check_nothing_stays_in
 
@@ -33,6 +35,11 @@ RUN_WITH_WANDB = [*MODEL, *DATA, *STEPS, "--eval-iters", "1"]
 # With wandb a small run mostly draws pictures of its plans and reads which packages are installed. What goes wrong with
 # it is a warning, so only runs whose test looks at it have it.
 SMALL_RUN = [*RUN_WITH_WANDB, "--no-wandb"]
+# Where layouts are compared, one of these follows: the first step has the losses of the weights, the second those after
+# an update. A run that goes on from step 1 takes two as well: with weights and an optimizer that it read, and updated.
+TWO_STEPS = shlex.split("--train-iters 2 --eval-iters 0")
+THREE_STEPS = shlex.split("--train-iters 3 --eval-iters 0")
+EVALUATED = ("--eval-iters", "1")
 
 
 def launch(
@@ -98,6 +105,19 @@ def metrics(folder: Path, key: str = "lm loss") -> dict[int, float]:
     """One metric per iteration, as the run recorded it."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["iteration"]: row[key] for row in rows if key in row}
+
+
+def check_goes_on(found: Path, expected: Path, *, keys: tuple[str, ...], rel: float) -> None:
+    """Steps 2 and 3 of a run that goes on from step 1 of another are as there, and so is what it evaluated."""
+    for key in keys:
+        ours, wanted = metrics(found, key), metrics(expected, key)
+        assert sorted(ours) == [2, 3], key
+        for iteration, value in ours.items():
+            assert value == pytest.approx(wanted[iteration], rel=rel), (key, iteration)
+    held_out, wanted = (metrics(run, "lm loss validation") for run in (found, expected))
+    evaluates = json.loads((found / "run.json").read_text())["arguments"]["eval_iters"]
+    assert bool(held_out) == bool(evaluates)
+    assert held_out == pytest.approx({step: wanted[step] for step in held_out}, rel=rel)
 
 
 def error_lines(text: str) -> list[str]:

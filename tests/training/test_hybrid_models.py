@@ -7,7 +7,16 @@ import pytest
 
 from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.datasets import plan_request
-from tests.training.commands import DATA, STEPS, metrics, train
+from tests.training.commands import (
+    DATA,
+    EVALUATED,
+    STEPS,
+    THREE_STEPS,
+    TWO_STEPS,
+    check_goes_on,
+    metrics,
+    train,
+)
 from tests.training.verdicts import parse, refusals
 
 # Weights are drawn so large that every layer's share of gradients and losses is far above rounding.
@@ -17,7 +26,7 @@ MODEL = shlex.split(
     "--untie-embeddings-and-output-weights --hybrid-layer-pattern M-M*ME*- --mamba-head-dim 8 --mamba-num-groups 2 "
     "--mamba-state-dim 16 --mamba-num-heads 8 --calculate-per-token-loss --init-method-std 0.2"
 )
-RUN = [*MODEL, *DATA, *STEPS, "--eval-iters", "1", "--no-wandb"]
+RUN = [*MODEL, *DATA, *STEPS, *THREE_STEPS, "--no-wandb"]
 EXPERTS = shlex.split(
     "--num-experts 4 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2 --moe-latent-size 24 "
     "--moe-shared-expert-intermediate-size 32"
@@ -31,7 +40,7 @@ LAYOUTS = {  # ranks, flags
     ),
     "marked stages": (
         4,
-        "--pipeline-model-parallel-size 2 --context-parallel-size 2 --hybrid-layer-pattern M-M|*ME*-",
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2 --hybrid-layer-pattern M-M|*ME*- --eval-iters 1",
     ),
     "three stages": (3, "--pipeline-model-parallel-size 3 --hybrid-layer-pattern M|-M*|ME*-"),
     "experts, recomputed": (
@@ -55,7 +64,7 @@ LAYOUTS = {  # ranks, flags
 def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
     flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *RUN, *EXPERTS, "--seq-length", "120", *flags)
+    train(1, *RUN, *EVALUATED, *EXPERTS, "--seq-length", "120", *flags)
     return folder
 
 
@@ -64,11 +73,8 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
     world_size, flags = LAYOUTS[layout]
     resumed = ["--load", str(alone), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
     train(world_size, *RUN, *EXPERTS, "--seq-length", "120", *resumed, *flags.split())
-    for key in ("lm loss", "grad-norm", "load_balancing_loss"):
-        found, expected = metrics(tmp_path / "run", key), metrics(alone, key)
-        assert sorted(found) == [2, 3, 4], key
-        for iteration, value in found.items():
-            assert value == pytest.approx(expected[iteration], rel=3e-6), (key, iteration)
+    keys = ("lm loss", "grad-norm", "load_balancing_loss")
+    check_goes_on(tmp_path / "run", alone, keys=keys, rel=3e-6)
 
 
 BESIDE = {
@@ -84,10 +90,11 @@ BESIDE = {
 def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: str):
     for ranks in (1, 2):
         more = ["--context-parallel-size", str(ranks), "--run-dir", str(tmp_path / str(ranks))]
-        train(ranks, *RUN, *BESIDE[other].split(), *more)
+        train(ranks, *RUN, *TWO_STEPS, *BESIDE[other].split(), *more)
     near = 3e-3 if "--fp16" in BESIDE[other] else 3e-6
     for key in ("lm loss", "grad-norm"):
         one, two = (metrics(tmp_path / str(ranks), key) for ranks in (1, 2))
+        assert sorted(one) == [1, 2], key
         assert two == pytest.approx(one, rel=near), key
 
 

@@ -31,13 +31,13 @@ RUN = [
     *SMALL_RUN,
     *FAST,
     *shlex.split(
-        "--calculate-per-token-loss --seq-length 256 --global-batch-size 4 --train-iters 5 "
-        "--eval-interval 4"
+        "--calculate-per-token-loss --seq-length 256 --global-batch-size 4 --train-iters 3 "
+        "--eval-interval 2"
     ),
 ]
 CP2 = ("--context-parallel-size", "2")
 HYBRID = (*CP2, "--hybrid-context-parallel")
-SAVED = ("--save-interval", "2", "--save")
+SAVED = ("--save-interval", "1", "--save-retain-interval", "1", "--save")
 LAYOUTS = {
     "packs joined": (*HYBRID, "--micro-batch-size", "2"),
     "tensor ranks": ("--tensor-model-parallel-size", "2", "--hybrid-context-parallel"),
@@ -66,7 +66,7 @@ def one(tmp_path_factory) -> Path:
 def hybrid(tmp_path_factory, topology) -> tuple[Path, str]:
     """The plain model in the hybrid layout, with checkpoints, and what was printed: one line, behind an evaluation."""
     folder = tmp_path_factory.mktemp("runs") / "hybrid"
-    flags = [*HYBRID, *AUTO, "--num-workers", "1", "--log-interval", "5"]
+    flags = [*HYBRID, *AUTO, "--num-workers", "1", "--log-interval", "3"]
     return folder, train(4, *RUN, *topology, *flags, *SAVED, str(folder))
 
 
@@ -97,7 +97,7 @@ def test_layouts_beside_it_change_no_loss(tmp_path: Path, topology, one: Path, l
 def test_a_step_that_spans_replicas_counts_its_tokens_once(one: Path, hybrid: tuple[Path, str]):
     folder, printed = hybrid
     assert 1.0 in metrics(folder, "cp/is_hybrid").values()
-    assert f"5 steps, {5 * 4 * 256:,} tokens" in printed
+    assert f"3 steps, {3 * 4 * 256:,} tokens" in printed
     told = [int(n) for n in re.findall(r"\| hybrid steps: (\d+) \|", printed)]
     assert told == [sum(metrics(folder, "cp/is_hybrid").values())]
     same_losses(folder, one)
@@ -105,11 +105,11 @@ def test_a_step_that_spans_replicas_counts_its_tokens_once(one: Path, hybrid: tu
 
 def test_stages_go_on_from_a_checkpoint_of_one_rank(tmp_path: Path, topology, one: Path):
     flags = ["--pipeline-model-parallel-size", "2", "--hybrid-context-parallel"]
-    resumed = ["--load", str(one), "--ckpt-step", "2", "--run-dir", str(tmp_path / "stages")]
+    resumed = ["--load", str(one), "--ckpt-step", "1", "--run-dir", str(tmp_path / "stages")]
     train(4, *RUN, *topology, *flags, *resumed)
     assert 1.0 in metrics(tmp_path / "stages", "cp/is_hybrid").values()
     found, expected = metrics(tmp_path / "stages"), metrics(one)
-    assert sorted(found) == [3, 4, 5]
+    assert sorted(found) == [2, 3]
     assert found == pytest.approx({step: expected[step] for step in found}, rel=2e-6)
 
 
@@ -118,12 +118,12 @@ def test_a_run_is_resumed_exactly_and_goes_on_in_the_other_layout(
 ):
     whole, _ = hybrid
     flags = [*RUN, *AUTO, *topology, "--num-workers", "1"]
-    resumed = ["--load", str(whole), "--ckpt-step", "2"]
+    resumed = ["--load", str(whole), "--ckpt-step", "1"]
     train(4, *flags, *HYBRID, *resumed, "--run-dir", str(tmp_path / "same"))
     train(4, *flags, *CP2, *resumed, "--run-dir", str(tmp_path / "fixed"))
     assert metrics(tmp_path / "fixed", "cp/is_hybrid") == {}
     for key in ("lm loss", "grad-norm"):
-        expected = {step: value for step, value in metrics(whole, key).items() if step > 2}
+        expected = {step: value for step, value in metrics(whole, key).items() if step > 1}
         assert metrics(tmp_path / "same", key) == expected, key
         assert metrics(tmp_path / "fixed", key) == pytest.approx(expected, rel=2e-6), key
 

@@ -7,7 +7,15 @@ import pytest
 
 from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.datasets import plan_request
-from tests.training.commands import SMALL_RUN, metrics, train
+from tests.training.commands import (
+    EVALUATED,
+    SMALL_RUN,
+    THREE_STEPS,
+    TWO_STEPS,
+    check_goes_on,
+    metrics,
+    train,
+)
 from tests.training.verdicts import refusals
 
 LINEAR = shlex.split(
@@ -25,7 +33,7 @@ LAYOUTS = {  # ranks, flags
     "context": (2, "--context-parallel-size 2 --cp-planner auto"),
     "a stage of linear layers alone": (
         4,
-        "--pipeline-model-parallel-size 2 --context-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2 --eval-iters 1",
     ),
     "tensor, sequence and context": (
         4,
@@ -44,7 +52,7 @@ LAYOUTS = {  # ranks, flags
 def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
     flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *SMALL_RUN, *MODEL, *flags)
+    train(1, *SMALL_RUN, *THREE_STEPS, *EVALUATED, *MODEL, *flags)
     return folder
 
 
@@ -52,12 +60,9 @@ def alone(tmp_path_factory) -> Path:
 def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
     world_size, flags = LAYOUTS[layout]
     resumed = ["--load", str(alone), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
-    train(world_size, *SMALL_RUN, *MODEL, *resumed, *flags.split())
-    for key in ("lm loss", "grad-norm", "load_balancing_loss", "mtp_1 loss"):
-        found, expected = metrics(tmp_path / "run", key), metrics(alone, key)
-        assert sorted(found) == [2, 3, 4], key
-        for iteration, value in found.items():
-            assert value == pytest.approx(expected[iteration], rel=3e-6), (key, iteration)
+    train(world_size, *SMALL_RUN, *THREE_STEPS, *MODEL, *resumed, *flags.split())
+    keys = ("lm loss", "grad-norm", "load_balancing_loss", "mtp_1 loss")
+    check_goes_on(tmp_path / "run", alone, keys=keys, rel=3e-6)
 
 
 KIMI = shlex.split(
@@ -71,7 +76,7 @@ KIMI = shlex.split(
 def kimi_alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
     flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *SMALL_RUN, *KIMI, *flags)
+    train(1, *SMALL_RUN, *THREE_STEPS, *EVALUATED, *KIMI, *flags)
     return folder
 
 
@@ -82,12 +87,8 @@ def kimi_alone(tmp_path_factory) -> Path:
 def test_kimi_delta_attention_goes_on_as_on_one_rank(kimi_alone: Path, tmp_path: Path, layout: str):
     world_size, flags = LAYOUTS[layout]
     resumed = ["--load", str(kimi_alone), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
-    train(world_size, *SMALL_RUN, *KIMI, *resumed, *flags.split())
-    for key in ("lm loss", "grad-norm"):
-        found, expected = metrics(tmp_path / "run", key), metrics(kimi_alone, key)
-        assert sorted(found) == [2, 3, 4], key
-        for iteration, value in found.items():
-            assert value == pytest.approx(expected[iteration], rel=3e-6), (key, iteration)
+    train(world_size, *SMALL_RUN, *THREE_STEPS, *KIMI, *resumed, *flags.split())
+    check_goes_on(tmp_path / "run", kimi_alone, keys=("lm loss", "grad-norm"), rel=3e-6)
 
 
 def test_a_checkpoint_of_another_delta_rule_is_refused(kimi_alone: Path):
@@ -109,7 +110,7 @@ BESIDE = {
 
 @pytest.mark.parametrize("other", BESIDE)
 def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: str):
-    flags = [*SMALL_RUN, *LINEAR, *BESIDE[other].split()]
+    flags = [*SMALL_RUN, *TWO_STEPS, *LINEAR, *BESIDE[other].split()]
     if other.startswith("latent"):
         place = flags.index("--group-query-attention")
         del flags[place : place + 3]
@@ -118,6 +119,7 @@ def test_two_context_ranks_are_one_beside_other_layers(tmp_path: Path, other: st
         train(ranks, *flags, *more)
     for key in ("lm loss", "grad-norm"):
         one, two = (metrics(tmp_path / str(ranks), key) for ranks in (1, 2))
+        assert sorted(one) == [1, 2], key
         assert two == pytest.approx(one, rel=3e-6), key
 
 
@@ -189,8 +191,10 @@ def test_a_checkpoint_of_the_same_layers_said_otherwise_is_taken(tmp_path: Path)
         ([], ["--linear-key-head-dim", "64"]),
     ):
         folder = tmp_path / str(len(saved))
-        train(1, *SMALL_RUN, *saved, "--train-iters", "1", "--save", str(folder))
-        more = ["--train-iters", "2", "--override-opt-param-scheduler"]
+        train(
+            1, *SMALL_RUN, *saved, "--eval-iters", "0", "--train-iters", "1", "--save", str(folder)
+        )
+        more = [*TWO_STEPS, "--override-opt-param-scheduler"]
         train(1, *SMALL_RUN, *resumed, *more, "--load", str(folder))
 
 

@@ -10,7 +10,15 @@ import pytest
 from megatron_cp import mask as masks
 from megatron_cp.training.arguments import parse_arguments
 from megatron_cp.training.logging.flops import gpt_flops
-from tests.training.commands import SMALL_RUN, metrics, train
+from tests.training.commands import (
+    EVALUATED,
+    SMALL_RUN,
+    THREE_STEPS,
+    TWO_STEPS,
+    check_goes_on,
+    metrics,
+    train,
+)
 from tests.training.verdicts import refusals
 
 SPARSE = shlex.split(
@@ -26,7 +34,7 @@ MODEL = [
 ]
 LAYOUTS = {  # ranks, flags
     "context": (3, "--context-parallel-size 3"),
-    "stages and replicas": (4, "--pipeline-model-parallel-size 2"),
+    "stages and replicas": (4, "--pipeline-model-parallel-size 2 --eval-iters 1"),
     "tensor and context": (4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
     "tensor, sequence, recomputed": (
         2,
@@ -37,7 +45,7 @@ LAYOUTS = {  # ranks, flags
 
 
 def small_run() -> list[str]:
-    flags = list(SMALL_RUN)
+    flags = [*SMALL_RUN, *THREE_STEPS]
     place = flags.index("--group-query-attention")
     del flags[place : place + 3]
     return flags
@@ -47,7 +55,7 @@ def small_run() -> list[str]:
 def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
     flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *small_run(), *MODEL, *flags)
+    train(1, *small_run(), *EVALUATED, *MODEL, *flags)
     return folder
 
 
@@ -56,11 +64,8 @@ def test_losses_go_on_as_on_one_rank(alone: Path, tmp_path: Path, layout: str):
     world_size, flags = LAYOUTS[layout]
     resumed = ["--load", str(alone), "--ckpt-step", "1", "--run-dir", str(tmp_path / "run")]
     train(world_size, *small_run(), *MODEL, *resumed, *flags.split())
-    for key in ("lm loss", "grad-norm", "indexer loss", "mtp_1 loss"):
-        found, expected = metrics(tmp_path / "run", key), metrics(alone, key)
-        assert sorted(found) == [2, 3, 4], key
-        for iteration, value in found.items():
-            assert value == pytest.approx(expected[iteration], rel=1e-5), (key, iteration)
+    keys = ("lm loss", "grad-norm", "indexer loss", "mtp_1 loss")
+    check_goes_on(tmp_path / "run", alone, keys=keys, rel=1e-5)
 
 
 SHARED = "--num-layers 4 --dsa-indexer-topk-freq 2 --dsa-indexer-skip-topk-offset 1"
@@ -72,7 +77,7 @@ LAYOUTS_OF_SHARED = {
     ),
     "stages and tensors": (
         4,
-        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --eval-iters 1",
     ),
     "stages, recomputed": (
         2,
@@ -86,7 +91,7 @@ LAYOUTS_OF_SHARED = {
 def alone_and_shared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
     flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *small_run(), *MODEL, *SHARED.split(), *flags)
+    train(1, *small_run(), *EVALUATED, *MODEL, *SHARED.split(), *flags)
     return folder
 
 
@@ -98,11 +103,8 @@ def test_layers_that_share_what_is_picked_train_alike(
     resumed = ["--load", str(alone_and_shared), "--ckpt-step", "1"]
     resumed += ["--run-dir", str(tmp_path / "run"), *SHARED.split(), *flags.split()]
     train(world_size, *small_run(), *MODEL, *resumed)
-    for key in ("lm loss", "grad-norm", "indexer loss"):
-        found, expected = metrics(tmp_path / "run", key), metrics(alone_and_shared, key)
-        assert sorted(found) == [2, 3, 4], key
-        for iteration, value in found.items():
-            assert value == pytest.approx(expected[iteration], rel=1e-5), (key, iteration)
+    keys = ("lm loss", "grad-norm", "indexer loss")
+    check_goes_on(tmp_path / "run", alone_and_shared, keys=keys, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -210,9 +212,18 @@ def test_every_weight_may_be_gathered_alone(alone: Path, tmp_path: Path):
 
 def test_packs_weigh_the_same_in_micro_batches_and_on_replicas(tmp_path: Path):
     """Without per-token loss the loss of the index is a mean, of which each micro-batch has a part."""
-    flags = [*small_run(), *SPARSE, "--init-method-std", "0.2", "--dsa-indexer-loss-coeff", "5"]
+    flags = [
+        *small_run(),
+        *TWO_STEPS,
+        *SPARSE,
+        "--init-method-std",
+        "0.2",
+        "--dsa-indexer-loss-coeff",
+        "5",
+    ]
     for ranks in (1, 2):
         train(ranks, *flags, "--run-dir", str(tmp_path / str(ranks)))
     for key in ("lm loss", "grad-norm", "indexer loss"):
         one, two = (metrics(tmp_path / str(ranks), key) for ranks in (1, 2))
+        assert sorted(one) == [1, 2], key
         assert two == pytest.approx(one, rel=1e-5), key
