@@ -297,16 +297,19 @@ def test_the_overlapped_ring_of_the_same_constants_is_faster():
 @pytest.mark.parametrize("planner", sorted(set(BEST_CASES) & set(PLANNERS)))
 @pytest.mark.parametrize("cp_size", [4, 8, 24])
 def test_a_best_case_is_no_slower_than_the_plan_that_it_stands_for(planner, cp_size):
-    for mask, kv_heads in (
+    cases = (
         (masks.causal(4800), 12),
         (packed("log-normal", 6000, 15), 12),
         (masks.sliding_window(3000, 70), 12),
         # Queries pass in backward, and its busiest rank of queries is not that of keys.
         (masks.causal_blockwise([600] * 8), 24),
-    ):
+    )
+    for place, (mask, kv_heads) in enumerate(cases):
         slow_links = Topology("slow links", 300.0, 250.0, 8, 3.0, 0.2, 50.0)
         slow_pairs = Topology("slow pairs", 1.0, 1.0, 8, 300.0, 30.0, 0.1)
-        for topology in ("h100", TOY, slow_links, slow_pairs):
+        topologies = ("h100", TOY, slow_links, slow_pairs)
+        # On many ranks plans are dear: each mask there with one machine that is not that of another.
+        for topology in topologies if cp_size < 24 else topologies[place : place + 1]:
             options = config(planner, topology=topology, num_kv_heads=kv_heads)
             try:
                 plan = make_plan(mask, cp_size, options)
