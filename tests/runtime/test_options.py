@@ -1,5 +1,7 @@
 """Options of attention survive distribution: head counts, widths, dtypes, softcap, sink, scale."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,8 +18,9 @@ from tests.runtime.test_dist_attn import check_against_dense
 NAMES = ("documents", "window", "rows without keys")
 
 
+@functools.cache
 def mixed_plans(cp_size, heads, dims):
-    """Returns one plan of ours and one random plan per mask."""
+    """Returns one plan of ours and one random plan per mask; options of attention change neither."""
     config = mcp.CPConfig(
         num_heads=heads[0], num_kv_heads=heads[1], head_dim=dims[0], value_head_dim=dims[1]
     )
