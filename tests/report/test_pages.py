@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -63,13 +64,33 @@ class Reader(HTMLParser):
         raise AssertionError(f"no table with {columns}")
 
 
-@pytest.fixture
-def run_dir(tmp_path):
-    write_run(tmp_path / "run", cp_size=4)
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A run's folder, which tests leave as it is."""
+    folder = tmp_path_factory.mktemp("written") / "run"
+    write_run(folder, cp_size=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def html(written):
+    """The page of that run."""
+    return run_page(read_run(written))
+
+
+@pytest.fixture(scope="module")
+def html_beside_itself(written):
+    """The page of that run beside the same."""
+    return run_page(read_run(written), read_run(written))
 
 
 @pytest.fixture
+def run_dir(written, tmp_path):
+    """A copy of the folder, which a test may change."""
+    return shutil.copytree(written, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
 def dry_page():
     source = source_of_lengths(LENGTHS)
     corpus = corpus_of_source(source, MaskChoice(), seq_length=512, num_packs=2, seed=0)
@@ -80,16 +101,15 @@ def dry_page():
     return run, Reader(dry_run_page(run, HOSTILE))
 
 
-def test_table_of_the_heat_map_sums_to_the_area_of_the_mask(run_dir):
-    run = read_run(run_dir)
-    rows = Reader(run_page(run)).table("rank", "first token", "pairs")
+def test_table_of_the_heat_map_sums_to_the_area_of_the_mask(written, html):
+    run = read_run(written)
+    rows = Reader(html).table("rank", "first token", "pairs")
     for planner in {row["planner"] for row in rows}:
         pairs = sum(int(row["pairs"]) for row in rows if row["planner"] == planner)
         assert pairs == pytest.approx(run.packs[0].mask.area(), abs=len(rows))  # cells are rounded
 
 
-def test_cells_drawn_carry_the_pairs_that_the_table_lists(run_dir):
-    html = run_page(read_run(run_dir))
+def test_cells_drawn_carry_the_pairs_that_the_table_lists(html):
     drawn = re.findall(r'class="h[1-8]"><title>rank (\d+), tokens (\d+)–\d+: (\S+) pairs', html)
     listed = Reader(html).table("rank", "first token", "pairs")
     assert sorted((int(r), int(t)) for r, t, _ in drawn) == sorted(
@@ -97,9 +117,9 @@ def test_cells_drawn_carry_the_pairs_that_the_table_lists(run_dir):
     )
 
 
-def test_matrix_of_traffic_lists_the_bytes_of_the_record(run_dir):
-    rows = Reader(run_page(read_run(run_dir))).table("from", "to", "bytes sent", "bytes needed")
-    record = json.loads((run_dir / "plan.json").read_text())["samples"][0]["plans"]["ours"]
+def test_matrix_of_traffic_lists_the_bytes_of_the_record(written, html):
+    rows = Reader(html).table("from", "to", "bytes sent", "bytes needed")
+    record = json.loads((written / "plan.json").read_text())["samples"][0]["plans"]["ours"]
     sent = np.zeros((4, 4), dtype=int)
     for row in rows:
         if row["planner"] == record["planner"]:
@@ -116,8 +136,8 @@ def test_sent_stands_beside_needed_only_where_pairs_are_computed_at_their_querie
     assert by_planner["ulysses"] == "" and by_planner["per_document_zigzag"] != ""
 
 
-def test_shares_of_lengths_sum_to_one_in_the_table(run_dir):
-    rows = Reader(run_page(read_run(run_dir))).table("from", "documents", "tokens", "area")
+def test_shares_of_lengths_sum_to_one_in_the_table(html):
+    rows = Reader(html).table("from", "documents", "tokens", "area")
     for share in ("documents", "tokens", "area"):
         assert sum(float(row[share]) for row in rows) == pytest.approx(1.0, abs=1e-5)
 
@@ -136,8 +156,8 @@ def test_lengths_of_the_corpus_come_from_the_run_record(run_dir):
     assert [float(row["area"]) for row in rows] == pytest.approx([1 / 46, 0, 45 / 46], abs=1e-6)
 
 
-def test_loss_table_lists_training_and_held_out_losses(run_dir):
-    rows = Reader(run_page(read_run(run_dir))).table("iteration", "lm loss", "lm loss validation")
+def test_loss_table_lists_training_and_held_out_losses(html):
+    rows = Reader(html).table("iteration", "lm loss", "lm loss validation")
     assert [float(row["lm loss"]) for row in rows] == pytest.approx(
         [9 - 0.1 * step for step in range(1, 21)]
     )
@@ -145,20 +165,20 @@ def test_loss_table_lists_training_and_held_out_losses(run_dir):
     assert [float(value) for value in held_out] == pytest.approx([8.5, 7.5])
 
 
-def test_second_run_is_compared_step_by_step(run_dir, tmp_path):
+def test_second_run_is_compared_step_by_step(written, tmp_path):
     write_run(tmp_path / "other", name="other", cp_size=1, steps=12)
-    html = run_page(read_run(run_dir), read_run(tmp_path / "other"))
+    html = run_page(read_run(written), read_run(tmp_path / "other"))
     gaps = Reader(html).table("iteration", "difference")
     assert [int(row["iteration"]) for row in gaps] == list(range(1, 13))
     assert all(float(row["difference"]) == 0 for row in gaps)
 
 
 def test_other_steps_and_losses_that_are_no_numbers_are_said_where_runs_are_compared(
-    run_dir, tmp_path
+    written, html_beside_itself, tmp_path
 ):
     write_run(tmp_path / "other", name="other", cp_size=1, steps=12)
-    run, other = read_run(run_dir), read_run(tmp_path / "other")
-    assert "these are other steps" not in run_page(run, run)
+    run, other = read_run(written), read_run(tmp_path / "other")
+    assert "these are other steps" not in html_beside_itself
     rows = [{**row, "lm loss": None} if row["iteration"] > 9 else row for row in other.rows]
     described = json.loads(json.dumps(other.description))
     described["arguments"] |= {"global_batch_size": 3, "seq_length": 77}
@@ -168,7 +188,7 @@ def test_other_steps_and_losses_that_are_no_numbers_are_said_where_runs_are_comp
     assert "at 9 common steps; the largest is 0; at 3 more a loss is not finite. Rounding" in html
 
 
-def test_hostile_names_stay_text(run_dir, tmp_path):
+def test_hostile_names_stay_text(written, html_beside_itself, tmp_path):
     write_run(tmp_path / "bad", cp_size=2)
     run = json.loads((tmp_path / "bad" / "run.json").read_text())
     (tmp_path / "bad" / "run.json").write_text(json.dumps({**run, "name": HOSTILE}))
@@ -177,15 +197,15 @@ def test_hostile_names_stay_text(run_dir, tmp_path):
     record["samples"][0]["document_kinds"] = [HOSTILE] * len(LENGTHS)
     (tmp_path / "bad" / "plan.json").write_text(json.dumps(record))
     bad = read_run(tmp_path / "bad")
-    plain = Reader(run_page(read_run(run_dir), read_run(run_dir)))
-    for reader in (Reader(run_page(bad, bad)), Reader(run_page(read_run(run_dir), bad))):
+    plain = Reader(html_beside_itself)
+    for reader in (Reader(run_page(bad, bad)), Reader(run_page(read_run(written), bad))):
         assert set(reader.tags) == set(plain.tags)
         assert not any(name.startswith("on") for name, _ in reader.attributes)
         assert HOSTILE in "".join(reader.words)
 
 
-def test_pages_load_nothing_and_run_only_the_script_that_their_policy_names(run_dir, dry_page):
-    for reader in (Reader(run_page(read_run(run_dir))), dry_page[1]):
+def test_pages_load_nothing_and_run_only_the_script_that_their_policy_names(html, dry_page):
+    for reader in (Reader(html), dry_page[1]):
         assert not {"link", "img", "iframe", "object", "form"} & set(reader.tags)
         assert reader.tags.count("script") == 1
         digest = hashlib.sha256(reader.script.encode()).digest()
@@ -199,8 +219,10 @@ def test_pages_load_nothing_and_run_only_the_script_that_their_policy_names(run_
         assert not re.search(r"https?:|//[a-z]|url\(|@import", text)
 
 
-def test_links_of_a_page_lead_to_its_sections_and_headings_do_not_skip_a_level(run_dir, dry_page):
-    for reader in (Reader(run_page(read_run(run_dir), read_run(run_dir))), dry_page[1]):
+def test_links_of_a_page_lead_to_its_sections_and_headings_do_not_skip_a_level(
+    html_beside_itself, dry_page
+):
+    for reader in (Reader(html_beside_itself), dry_page[1]):
         targets = {value for name, value in reader.attributes if name == "id"}
         links = [value[1:] for name, value in reader.attributes if name == "href"]
         assert len(links) > 4 and set(links) <= targets
@@ -209,8 +231,7 @@ def test_links_of_a_page_lead_to_its_sections_and_headings_do_not_skip_a_level(r
         assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
-def test_every_frame_that_scrolls_can_be_reached_and_has_a_name_of_its_own(run_dir):
-    html = run_page(read_run(run_dir))
+def test_every_frame_that_scrolls_can_be_reached_and_has_a_name_of_its_own(html):
     frames = re.findall(r'<div class="(?:plot|scroll)[^"]*"([^>]*)>', html)
     assert len(frames) > 8
     assert all('tabindex="0"' in one and 'role="region"' in one for one in frames)
@@ -218,8 +239,7 @@ def test_every_frame_that_scrolls_can_be_reached_and_has_a_name_of_its_own(run_d
     assert len(set(names)) == len(names)
 
 
-def test_lines_carry_the_points_that_their_table_lists(run_dir):
-    html = run_page(read_run(run_dir))
+def test_lines_carry_the_points_that_their_table_lists(html):
     found = re.search(r'data-name="held-out documents" data-points="([^"]+)"', html)
     points = [(x, y) for x, y, _ in json.loads(found[1])]
     assert points == [(10.0, pytest.approx(8.5)), (20.0, pytest.approx(7.5))]
@@ -233,8 +253,8 @@ def test_dry_run_labels_what_is_predicted_and_lists_every_planner(dry_page):
     assert HOSTILE in reader.words
 
 
-def test_what_context_parallelism_bought_is_a_mean_over_all_steps_and_says_so(run_dir):
-    reader = Reader(run_page(read_run(run_dir)))
+def test_what_context_parallelism_bought_is_a_mean_over_all_steps_and_says_so(html):
+    reader = Reader(html)
     words = " ".join(reader.words)
     assert "50% of the 6 MB of a ring" in words and "mean of all 20 steps logged" in words
     assert "on the same packs: zigzag 1.250, Transformer Engine (THD) 1.062" in words
@@ -244,15 +264,15 @@ def test_what_context_parallelism_bought_is_a_mean_over_all_steps_and_says_so(ru
     assert "on the kept pack" in words and "1 kept packs" not in words
 
 
-def test_a_held_out_loss_is_said_as_perplexity_bits_and_beside_guessing(run_dir):
-    words = " ".join(Reader(run_page(read_run(run_dir))).words)
+def test_a_held_out_loss_is_said_as_perplexity_bits_and_beside_guessing(html):
+    words = " ".join(Reader(html).words)
     assert "perplexity 1.81k" in words  # exp(7.5) = 1808.04
     assert "5.41 bits per byte" in words  # 7.5 / ln 2 / 2 bytes a token
     assert "guessing evenly among 512 tokens: 6.24" in words  # ln 512
 
 
-def test_baselines_are_drawn_beside_the_plan_that_the_run_made(run_dir):
-    kept = plan_again(read_run(run_dir), quiet)
+def test_baselines_are_drawn_beside_the_plan_that_the_run_made(written):
+    kept = plan_again(read_run(written), quiet)
     assert kept.is_rebuilt and kept.ours.planner == "auto"
     assert [one.planner for one in kept.outcomes] == ["auto", *(n for n in PLANNERS if n != "auto")]
     assert kept.drawn.others[0].planner == "per_document_zigzag"

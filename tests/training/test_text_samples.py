@@ -80,11 +80,11 @@ def plant_a_comparison(rank: int) -> None:
 
 
 def write_few(rank: int) -> None:
-    """A quarter of the tokens: each is a forward of the whole model, and layouts are compared at every one."""
+    """An eighth of the tokens: each is a forward of the whole model, and layouts are compared at every one."""
     from megatron_cp.data import prompts
     from megatron_cp.training import text_samples
 
-    prompts.NEW_TOKENS = text_samples.NEW_TOKENS = NEW_TOKENS // 4
+    prompts.NEW_TOKENS = text_samples.NEW_TOKENS = NEW_TOKENS // 8
 
 
 @pytest.fixture(scope="module")
