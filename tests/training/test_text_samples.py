@@ -13,7 +13,7 @@ from megatron_cp.data.prompts import NEW_TOKENS, choose_prompts, draw, text_behi
 from megatron_cp.data.tokenizer import ByteLevelTokenizer
 from megatron_cp.training.arguments import parse_arguments
 from tests.faults.program import Launch, run_program
-from tests.training.commands import MODEL, ROOT, STEPS, metrics
+from tests.training.commands import AUTO, MODEL, ROOT, STEPS, metrics
 from tests.training.verdicts import parse, refusal
 
 BYTES = ["--tokenizer-type", "ByteLevel"]
@@ -97,7 +97,8 @@ def corpus(tmp_path_factory) -> list[str]:
             writer.add_document([*text[start : start + 300].encode(), END])
         writer.finish()
     flags = [*MODEL, *STEPS, *BYTES, "--data-path", str(folder / "c"), "--split", "80,20,0"]
-    return [*flags, "--seq-length", "256", "--reset-attention-mask", "--reset-position-ids"]
+    flags += ["--seq-length", "256", "--reset-attention-mask", "--reset-position-ids"]
+    return [*flags, "--cp-planner", "zigzag"]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def runs(corpus, tmp_path_factory) -> Path:
     wanted = {
         "without": ([*two, *dropout], 2, ""),
         "with": ([*two, *dropout, "--log-text-samples", "3"], 2, few),
-        "two ranks": ([*two, "--log-text-samples", "3"], 2, few),
+        "two ranks": ([*two, *AUTO, "--log-text-samples", "3"], 2, few),
         "one rank": (["--log-text-samples", "3"], 1, few),
         "table": ([*two, "--log-text-samples", "3"], 2, f"{here}plant_a_table"),
         "compared": ([*two, "--log-text-samples", "2"], 2, f"{here}plant_a_comparison"),
