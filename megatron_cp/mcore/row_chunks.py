@@ -15,8 +15,9 @@ Source: chunked cross entropy is known from Liger Kernel (arXiv 2410.10989), til
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def in_chunks(
         dim: the one of its result along which rows lie.
 
     Raises:
-        RuntimeError: in backward, if a weight was changed since.
+        RuntimeError: in backward, if a weight was changed since, or one that it reads and that learns is not given.
     """
     cuts = cuts_of(len(rows), num_chunks)
     if len(cuts) == 1:
@@ -106,19 +107,53 @@ class _Chunks(torch.autograd.Function):
             chunk = rows[first:stop].detach().requires_grad_(wants_rows)
             with torch.enable_grad():
                 result = ctx.of_chunk(chunk, first, stop)
+            if first == 0:
+                _require_all_weights(result, [chunk, *ctx.weights])
             inputs = [chunk, *learned] if wants_rows else learned
             grad_chunk = grad.narrow(ctx.dim, first, stop - first)
-            grads = list(torch.autograd.grad(result, inputs, grad_chunk, allow_unused=True))
+            with _without_hooks(learned):  # autograd runs them on the sum
+                grads = list(torch.autograd.grad(result, inputs, grad_chunk, allow_unused=True))
             del result
             if grad_rows is not None:
                 grad_rows[first:stop] = grads.pop(0)
-            for total, part in zip(sums, grads, strict=True):
-                total.add(part)
+            for total in sums:
+                total.add(grads.pop(0))  # none is held beside those of the next chunk
         found = iter(sums)
         return (
             *(None, None, None, grad_rows),
             *(next(found).value() if is_wanted else None for is_wanted in wants_weights),
         )
+
+
+def _require_all_weights(result: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError if a result depends on a weight that is not known: nobody would get its gradient."""
+    leaves = {id(tensor) for tensor in known}
+    done = {tensor.grad_fn for tensor in known}  # None too, the end of a graph
+    todo: list[Any] = [result.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node in done:
+            continue
+        done.add(node)
+        todo.extend(before for before, _ in node.next_functions)
+        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in leaves:
+            raise RuntimeError(
+                f"a weight of shape {tuple(node.variable.shape)} is used by rows that are computed in chunks and is no "
+                "parameter of their layer: its gradient would be lost; make it one of that module, or use no chunks"
+            )
+
+
+@contextlib.contextmanager
+def _without_hooks(weights: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While open, what `Tensor.register_hook` has put on these weights does not run."""
+    hooked = [(w, w._backward_hooks) for w in weights if w._backward_hooks]
+    for weight, _ in hooked:
+        weight._backward_hooks = None
+    try:
+        yield
+    finally:
+        for weight, hooks in hooked:
+            weight._backward_hooks = hooks
 
 
 class _Sum:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -116,6 +117,63 @@ def test_a_weight_that_was_changed_since_is_an_error():
         first += 1
     with pytest.raises(RuntimeError, match="changed between forward and backward"):
         result.backward(grad)
+
+
+def test_a_weight_that_is_not_given_is_an_error_and_its_gradient_not_lost():
+    from megatron_cp.mcore.row_chunks import in_chunks
+
+    rows, first, second, grad = _a_layer(torch.float64, torch.Generator().manual_seed(5))
+    first.requires_grad_(), second.requires_grad_()
+    result = in_chunks(lambda part, *_: _of_rows(part, first, second), rows, 3, [first])
+    with pytest.raises(RuntimeError, match=r"shape \(7, 4\).* its gradient would be lost"):
+        result.backward(grad)
+    doubled = 2 * second  # one that is no leaf is known where it is given
+    result = in_chunks(lambda part, *_: _of_rows(part, first, doubled), rows, 3, [first, doubled])
+    result.backward(grad)
+    mine = second.grad
+    second.grad = None
+    _of_rows(rows, first, 2 * second).backward(grad)
+    torch.testing.assert_close(mine, second.grad)
+
+
+def test_a_hook_on_a_weight_runs_once_on_its_whole_gradient():
+    from megatron_cp.mcore.row_chunks import in_chunks
+
+    rows, first, second, grad = _a_layer(torch.float64, torch.Generator().manual_seed(6))
+    first.requires_grad_()
+    first.register_hook(lambda gradient: 2 * gradient + 1)
+    found = []
+    for _ in range(2):  # it is still there
+        in_chunks(lambda part, *_: _of_rows(part, first, second), rows, 3, [first]).backward(grad)
+        found.append(first.grad)
+        first.grad = None
+    _of_rows(rows, first, second).backward(grad)
+    torch.testing.assert_close(found, [first.grad, first.grad])
+
+
+def test_the_product_of_one_chunk_is_gone_when_the_next_is_made():
+    from megatron_cp.mcore.row_chunks import in_chunks
+
+    made, held = [], []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows, weight):
+            ctx.save_for_backward(rows)
+            return rows @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            held.append(sum(not product.expired() for product in made))
+            product = ctx.saved_tensors[0].flatten(0, 1).T @ grad.flatten(0, 1)
+            made.append(StorageWeakRef(product.untyped_storage()))
+            return None, product
+
+    rows, weight, _, _ = _a_layer(torch.float32, torch.Generator().manual_seed(7))
+    weight.requires_grad_()
+    in_chunks(lambda part, *_: Product.apply(part, weight), rows, 4, [weight]).sum().backward()
+    assert held == [0, 0, 0, 0]
+    torch.testing.assert_close(weight.grad, rows.sum((0, 1))[:, None].expand(5, 7))
 
 
 def test_a_gradient_that_the_layer_adds_to_its_buffer_itself_is_not_added_again():
