@@ -24,6 +24,7 @@ import torch
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.mlp import MLP
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.dropout import _DropoutNd
 
 from megatron_cp.mcore.wrapping import put_hook
 
@@ -167,6 +168,11 @@ class _Sum:
         if part is None:
             return
         if getattr(self._weight, "grad_added_to_main_grad", False):
+            if self._sum is not None and getattr(self._weight, "overwrite_main_grad", False):
+                raise NotImplementedError(
+                    "rows in chunks with gradient_accumulation_fusion under Megatron-FSDP, where a chunk's gradient "
+                    "replaces the one before; use gradient_accumulation_fusion=False, or no chunks"
+                )
             # The layer has added it to the buffer itself (gradient_accumulation_fusion); this holds no gradient.
             self._sum = part
         elif self._sum is None:
@@ -304,7 +310,9 @@ def chunk_mlps(model: torch.nn.Module, num_chunks: int) -> None:
 
     Raises:
         ValueError: if there is no part.
-        NotImplementedError: in fp8, whose scales are found over all rows together.
+        NotImplementedError: in fp8, whose scales are found over all rows together; where the gradients of weights are
+            computed later (`delay_wgrad_compute`); and at the first step, where an MLP drops at random, as an adapter
+            in it may.
     """
     if num_chunks < 1:
         raise ValueError(f"num_chunks={num_chunks} must be at least 1")
@@ -313,6 +321,10 @@ def chunk_mlps(model: torch.nn.Module, num_chunks: int) -> None:
         if type(module) is MLP:
             if module.config.fp8 or getattr(module.config, "fp4", None):
                 raise NotImplementedError("MLPs in chunks in fp8 or fp4; use --bf16, or no chunks")
+            if getattr(module.config, "delay_wgrad_compute", False):
+                raise NotImplementedError(
+                    "MLPs in chunks beside delay_wgrad_compute; leave out one of the two"
+                )
             _chunk_mlp(module, num_chunks)
 
 
@@ -324,6 +336,11 @@ def _chunk_mlp(mlp: Any, num_chunks: int) -> None:
         if any(option is not None for option in (*options, *named.values())):
             result: tuple[torch.Tensor, Any] = plain_forward(rows, *options, **named)
             return result
+        if mlp.training and any(isinstance(x, _DropoutNd) and x.p > 0 for x in mlp.modules()):
+            raise NotImplementedError(
+                "an MLP in chunks with dropout inside, as an adapter may have: backward would drop something else; "
+                "use no dropout there, or no chunks"
+            )
         biases: list[Any] = []
 
         def of_chunk(chunk: torch.Tensor, _first: int, _stop: int) -> torch.Tensor:

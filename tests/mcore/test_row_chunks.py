@@ -196,11 +196,18 @@ def test_a_gradient_that_the_layer_adds_to_its_buffer_itself_is_not_added_again(
     rows, weight, _, _ = _a_layer(torch.float64, torch.Generator().manual_seed(4))
     weight.requires_grad_()
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-    result = in_chunks(lambda part, *_: Fused.apply(part, weight), rows, 4, [weight])
-    result.backward(torch.ones_like(result))
+
+    def backward():
+        result = in_chunks(lambda part, *_: Fused.apply(part, weight), rows, 4, [weight])
+        result.backward(torch.ones_like(result))
+
+    backward()
     wanted = rows.flatten(0, 1).T @ torch.ones(26, 7, dtype=torch.float64)
     torch.testing.assert_close(weight.main_grad, wanted)
     assert weight.grad.isnan().all()  # as the layer left it: nobody reads it
+    weight.overwrite_main_grad = True  # as Megatron-FSDP says that a layer shall not add
+    with pytest.raises(NotImplementedError, match="under Megatron-FSDP"):
+        backward()
 
 
 class Widest(TorchDispatchMode):
@@ -295,6 +302,27 @@ def test_without_labels_a_model_returns_all_logits(tp: int):
         assert torch.equal(before, after) and before.shape == (1, SEQUENCE, VOCABULARY)
 
 
+def _said_of_dropout(rank, world_size, case):
+    with parallel_state(case) as groups:
+        from megatron_cp.mcore.row_chunks import chunk_mlps
+
+        trainer = Trainer(case, groups)
+        (model,) = (chunk.module for chunk in trainer.chunks)
+        chunk_mlps(model, 3)
+        mlp = model.decoder.layers[0].mlp
+        mlp.linear_fc2.adapter = torch.nn.Dropout(0.1)  # put there later, by another library
+        with pytest.raises(NotImplementedError) as refusal:
+            trainer.step()
+        mlp.linear_fc2.adapter.p = 0.0
+        assert trainer.step()[0] > 0
+        return str(refusal.value)
+
+
+def test_an_adapter_that_drops_at_random_is_refused():
+    (said,) = run_on_ranks(1, _said_of_dropout, Case(attention="planned"))
+    assert "an MLP in chunks with dropout inside" in said
+
+
 def _refused(rank, world_size, fields):
     config = SimpleNamespace(
         **{"use_mup": False, "defer_embedding_wgrad_compute": False, "fp8": None, **fields}
@@ -330,6 +358,7 @@ def _refused(rank, world_size, fields):
         ({"use_mup": True}, "beside use_mup", ""),
         ({"defer_embedding_wgrad_compute": True}, "beside use_mup or defer_embedding", ""),
         ({"fp8": "hybrid"}, "", "MLPs in chunks in fp8"),
+        ({"delay_wgrad_compute": True}, "", "MLPs in chunks beside delay_wgrad_compute"),
     ],
 )
 def test_what_cannot_be_done_in_chunks_is_refused(fields, loss, mlps):
