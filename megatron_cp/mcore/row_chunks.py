@@ -209,13 +209,16 @@ def chunk_loss(model: Any, num_rows: int) -> None:
             "logits in chunks beside use_mup or defer_embedding_wgrad_compute; leave out one of the two"
         )
     layer, plain_loss = model.output_layer, model.compute_language_model_loss
-    plain_forward = layer.forward
+    plain_forward, gathers = layer.forward, layer.sequence_parallel
 
     def forward(
         rows: torch.Tensor,
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
-    ) -> tuple[_PendingLogits, None]:
+    ) -> Any:
+        if layer.sequence_parallel != gathers:
+            # Inference has gathered the rows itself, and lets the layer gather again before it reads the logits.
+            return plain_forward(rows, weight, runtime_gather_output)
         weight = layer.weight if weight is None else weight
         logits_of = functools.partial(
             plain_forward, weight=weight, runtime_gather_output=runtime_gather_output

@@ -295,6 +295,26 @@ def _logits(rank, world_size, case):
         return before.detach(), after.detach()
 
 
+def _logits_of_gathered_rows(rank, world_size, case):
+    """Logits of rows that inference has gathered: it turns the layer's own gathering off for the call alone."""
+    with parallel_state(case) as groups:
+        from megatron_cp.mcore.row_chunks import chunk_loss
+
+        trainer = Trainer(case, groups)
+        (model,) = (chunk.module for chunk in trainer.chunks)
+        chunk_loss(model, 16)
+        layer, rows = model.output_layer, torch.linspace(-1, 1, 3 * 64).view(3, 1, 64)
+        layer.sequence_parallel = False
+        logits, _ = layer(rows)
+        layer.sequence_parallel = True
+        torch.testing.assert_close(logits.transpose(0, 1), (rows @ layer.weight.T).transpose(0, 1))
+
+
+def test_inference_that_gathers_rows_itself_finds_logits_of_each_once():
+    case = Case(attention="planned", tp=2, sequence_parallel=True)
+    run_on_ranks(2, _logits_of_gathered_rows, case)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_without_labels_a_model_returns_all_logits(tp: int):
     case = Case(attention="planned", tp=tp, sequence_parallel=tp > 1)
