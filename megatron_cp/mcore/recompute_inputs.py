@@ -30,7 +30,8 @@ def offload_recompute_inputs(model: Any) -> None:
 
     Raises:
         ValueError: if it recomputes nothing.
-        NotImplementedError: in fp8 or fp4, where Transformer Engine keeps the inputs.
+        NotImplementedError: in fp8 or fp4, where Transformer Engine keeps the inputs; or with
+            `overlap_moe_expert_parallel_comm`, whose schedule runs layers by themselves.
     """
     config = model.config
     if config.recompute_granularity is None:
@@ -40,6 +41,10 @@ def offload_recompute_inputs(model: Any) -> None:
     if config.fp8 or getattr(config, "fp4", None):
         raise NotImplementedError(
             "inputs of recomputed layers on the host in fp8 or fp4; use --bf16, or leave them on the device"
+        )
+    if config.overlap_moe_expert_parallel_comm:
+        raise NotImplementedError(
+            "inputs of recomputed layers on the host beside overlap_moe_expert_parallel_comm; leave out one of the two"
         )
     put_hook(tensor_parallel, "checkpoint", _saving_on_host)
     plain_forward = model.forward

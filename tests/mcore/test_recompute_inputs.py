@@ -82,7 +82,8 @@ def _refused(rank, world_size, options):
     config = make_config(Case().with_options(**options))
     from megatron_cp.mcore.recompute_inputs import offload_recompute_inputs
 
-    config.fp8 = "hybrid" if config.recompute_granularity else None
+    config.fp8 = "hybrid" if config.recompute_granularity == "full" else None
+    config.overlap_moe_expert_parallel_comm = True
     with pytest.raises((ValueError, NotImplementedError)) as refusal:
         offload_recompute_inputs(SimpleNamespace(config=config, forward=None))
     return str(refusal.value)
@@ -93,3 +94,5 @@ def test_what_it_cannot_do_is_refused():
     assert "recompute_granularity=None recomputes nothing" in said
     (said,) = run_on_ranks(1, _refused, RECOMPUTED["layers"])
     assert "in fp8 or fp4" in said
+    (said,) = run_on_ranks(1, _refused, RECOMPUTED["attention"])
+    assert "beside overlap_moe_expert_parallel_comm" in said

@@ -131,3 +131,21 @@ def test_what_other_flags_recompute_goes_with_chunks(tmp_path: Path):
     for key in ("lm loss", "grad-norm"):
         expected = metrics(tmp_path / "plain", key)
         assert metrics(tmp_path / "chunks", key) == pytest.approx(expected, rel=5e-6)
+
+
+def test_modules_whose_inputs_stay_on_the_gpu_are_a_note():
+    flags = (
+        "--bf16 --recompute-activations --offload-recompute-inputs --recompute-modules layernorm"
+    )
+    notes = []
+    for more in ("", " core_attn"):
+        args, reasons = judge_arguments([*SMALL_RUN, *shlex.split(flags + more)], {}, GPU_MACHINE)
+        notes.append([line for line in args.notes if "offload-recompute" in line])
+        assert not reasons
+    assert notes == [
+        [
+            "--offload-recompute-inputs changes nothing beside --recompute-modules layernorm: it serves core_attn, "
+            "mlp, moe, shared_experts, and --recompute-granularity full"
+        ],
+        [],
+    ]

@@ -20,6 +20,8 @@ RECOMPUTE_MODULES = (
     "moe_act",
     "shared_experts",
 )
+_REGIONS = {"core_attn", "mlp", "moe", "shared_experts"}
+"""Those of them that Megatron recomputes from inputs that it keeps; of the others it keeps no output."""
 
 
 def complete_recompute(args: Namespace) -> Iterator[str]:
@@ -116,7 +118,13 @@ def check_chunks(args: Namespace) -> Iterator[str]:
             "--offload-recompute-inputs with --fp8-format is not served: Transformer Engine keeps those inputs; "
             "leave out one of the two"
         )
+    modules = set(args.recompute_modules or _REGIONS)
     if not args.machine.has_cuda:
         args.notes.append(
             "--offload-recompute-inputs changes nothing on CPU ranks: all activations are on the host"
+        )
+    elif args.recompute_granularity == "selective" and not modules & _REGIONS:
+        args.notes.append(
+            f"--offload-recompute-inputs changes nothing beside --recompute-modules {' '.join(sorted(modules))}: it "
+            f"serves {', '.join(sorted(_REGIONS))}, and --recompute-granularity full"
         )
