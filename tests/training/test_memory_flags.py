@@ -108,6 +108,11 @@ def test_a_flag_that_does_nothing_is_a_note(flags: str, note: str):
     [
         (2, "--vocab-size 1000000 --context-parallel-size 2", "4.3 GB on a rank"),
         (1, "--vocab-size 1000000 --micro-batch-size 2", "17.2 GB on a rank"),
+        (
+            1,
+            "--vocab-size 1000000",
+            "--loss-chunk-size 256 holds 256 of 2150 rows at once, 1.0 GB",
+        ),
         (4, "--vocab-size 1000000 --tensor-model-parallel-size 4", ""),
         (2, "--vocab-size 1000000 --context-parallel-size 2 --bf16", ""),
         (1, "--vocab-size 1000000 --loss-chunk-size 64", ""),
