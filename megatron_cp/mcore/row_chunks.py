@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -312,13 +314,18 @@ def chunk_mlps(model: torch.nn.Module, num_chunks: int) -> None:
     little; here backward computes them once more.
 
     Raises:
+        TypeError: if the model is none of Megatron-Core.
         ValueError: if there is no part.
-        NotImplementedError: in fp8, whose scales are found over all rows together; where the gradients of weights are
-            computed later (`delay_wgrad_compute`); and at the first step, where an MLP drops at random, as an adapter
-            in it may.
+        NotImplementedError: in fp8, whose scales are found over all rows together; where an MLP is of another class;
+            where the gradients of weights are computed later (`delay_wgrad_compute`); and at the first step, where an
+            MLP drops at random, as an adapter in it may.
     """
     if num_chunks < 1:
         raise ValueError(f"num_chunks={num_chunks} must be at least 1")
+    if not isinstance(model, MegatronModule):
+        raise TypeError(
+            f"model={type(model).__name__} is no module of Megatron-Core, whose MLPs alone are computed in chunks"
+        )
     module: Any
     for module in model.modules():
         if type(module) is MLP:
@@ -329,6 +336,10 @@ def chunk_mlps(model: torch.nn.Module, num_chunks: int) -> None:
                     "MLPs in chunks beside delay_wgrad_compute; leave out one of the two"
                 )
             _chunk_mlp(module, num_chunks)
+        elif isinstance(module, MLP) and not isinstance(module, SharedExpertMLP):
+            raise NotImplementedError(
+                f"an MLP of the class {type(module).__name__} in chunks; use Megatron-Core's MLP, or no chunks"
+            )
 
 
 def _chunk_mlp(mlp: Any, num_chunks: int) -> None:
