@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_cp.mcore.loss_chunks import chunk_loss
+from megatron_cp.mcore.mlp_chunks import chunk_mlps
 from megatron_cp.mcore.recompute_inputs import offload_recompute_inputs as offload
-from megatron_cp.mcore.row_chunks import chunk_loss, chunk_mlps
 
 _wishes: dict[str, Any] = {}
 

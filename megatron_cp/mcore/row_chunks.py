@@ -1,7 +1,7 @@
 """Rows that a layer computes a few at a time, in both passes: what lies between in and out is held for those alone.
 
-    chunk_loss(model, 4096)      the output layer and the loss: 4096 rows of logits at once
-    chunk_mlps(model, 8)         each MLP: an eighth of the rows at once
+    logits and the loss     loss_chunks.py
+    MLPs                    mlp_chunks.py
 
 At long contexts the widest activations are not those of attention: 128K rows of 128K words are 34 GB of logits in bf16,
 and as much of their gradients. Each row of them depends on its own input row. So forward keeps the input; backward
@@ -11,24 +11,16 @@ The products of chunks that make a weight's gradient are summed in fp32.
 Source: chunked cross entropy is known from Liger Kernel (arXiv 2410.10989), tiled MLPs from ALST (arXiv 2506.13996).
 """
 
-# s rows of this rank, b batch, h hidden size, t tensor ranks whose rows an output layer gathers
+# s rows of this rank, b batch, h hidden size
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.dropout import _DropoutNd
-
-from megatron_cp.mcore.wrapping import put_hook
 
 OfChunk = Callable[[torch.Tensor, int, int], torch.Tensor]
 """What is computed of rows `[first, stop)`, `[s', b, h]`: a tensor with one place for each of them."""
@@ -185,191 +177,3 @@ class _Sum:
 
     def value(self) -> torch.Tensor | None:
         return None if self._sum is None else self._sum.to(self._weight.dtype)
-
-
-def chunk_loss(model: Any, num_rows: int) -> None:
-    """Lets a model of Megatron compute its logits when the loss wants them, `num_rows` at a time.
-
-    Predictions of further tokens are losses too. Without labels the model returns all logits as before. A stage without
-    an output layer stays as it is.
-
-    Args:
-        model: a `GPTModel` or hybrid model of Megatron-Core, without wrappers.
-        num_rows: rows of logits that a rank holds at once, of all samples and tensor ranks that it gathers them from.
-
-    Raises:
-        ValueError: if there is no row.
-        NotImplementedError: if the model scales its logits (MuP), or computes the layer's gradient later
-            (`defer_embedding_wgrad_compute`).
-    """
-    if num_rows < 1:
-        raise ValueError(f"num_rows={num_rows} must be at least 1")
-    if not model.post_process:
-        return
-    if getattr(model.config, "use_mup", False) or model.config.defer_embedding_wgrad_compute:
-        raise NotImplementedError(
-            "logits in chunks beside use_mup or defer_embedding_wgrad_compute; leave out one of the two"
-        )
-    layer, plain_loss = model.output_layer, model.compute_language_model_loss
-    plain_forward, gathers = layer.forward, layer.sequence_parallel
-
-    def forward(
-        rows: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-    ) -> Any:
-        if layer.sequence_parallel != gathers:
-            # Inference has gathered the rows itself, and lets the layer gather again before it reads the logits.
-            return plain_forward(rows, weight, runtime_gather_output)
-        weight = layer.weight if weight is None else weight
-        logits_of = functools.partial(
-            plain_forward, weight=weight, runtime_gather_output=runtime_gather_output
-        )
-        gathered = layer.tp_group.size() if layer.sequence_parallel else 1
-        return _PendingLogits(logits_of, rows, weight, gathered, num_rows), None
-
-    def compute_language_model_loss(labels: torch.Tensor, logits: Any) -> torch.Tensor:
-        if isinstance(logits, _PendingLogits):
-            return _loss_in_chunks(plain_loss, labels, logits)
-        losses: torch.Tensor = plain_loss(labels, logits)
-        return losses
-
-    layer.forward = forward
-    model.compute_language_model_loss = compute_language_model_loss
-    if hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"):  # since 0.19
-        put_hook(multi_token_prediction, "_compute_mtp_acceptance_counts", _counting_in_chunks)
-
-
-class _PendingLogits:
-    """Logits that nobody has computed yet.
-
-    Under sequence parallelism the layer gathers the rows of its `gathered` tensor ranks, one rank's behind another's: a
-    chunk holds some of each.
-    """
-
-    def __init__(
-        self,
-        logits_of: Callable[..., Any],
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        gathered: int,
-        num_rows: int,
-    ) -> None:
-        self._logits_of, self.rows, self.weight, self.gathered = logits_of, rows, weight, gathered
-        at_once = max(1, num_rows // (rows.shape[1] * gathered))
-        self.num_chunks = -(-len(rows) // at_once)
-
-    def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of some rows, `[t s', b, V]`."""
-        logits: torch.Tensor
-        logits, _ = self._logits_of(rows)
-        return logits
-
-    def chosen(self, values: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-        """Returns what `[b, t s]` holds of rows `[first, stop)` of each tensor rank, `[b, t s']`."""
-        batch = len(values)
-        return values.reshape(batch, self.gathered, -1)[..., first:stop].reshape(batch, -1)
-
-    def transpose(self, *dims: int) -> torch.Tensor:
-        """Returns all of them, transposed: what a model without labels does first."""
-        return self.of(self.rows).transpose(*dims)
-
-
-def _loss_in_chunks(
-    plain_loss: Callable[..., torch.Tensor], labels: torch.Tensor, logits: _PendingLogits
-) -> torch.Tensor:
-    """Returns the loss of each token, `[b, t s]`."""
-    batch = len(labels)
-
-    def of_chunk(rows: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-        losses = plain_loss(logits.chosen(labels, first, stop), logits.of(rows))
-        return losses.reshape(batch, logits.gathered, -1)
-
-    losses = in_chunks(of_chunk, logits.rows, logits.num_chunks, [logits.weight], dim=-1)
-    return losses.reshape(batch, -1)
-
-
-def _counting_in_chunks(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps Megatron's count of further tokens that were predicted rightly, which it logs."""
-
-    def _compute_mtp_acceptance_counts(
-        logits: Any, labels: torch.Tensor, mask: torch.Tensor, *options: Any, **named: Any
-    ) -> Any:
-        if not isinstance(logits, _PendingLogits):
-            return plain(logits, labels, mask, *options, **named)
-        counts = []
-        with torch.no_grad():
-            for first, stop in cuts_of(len(logits.rows), logits.num_chunks):
-                chosen = (logits.chosen(values, first, stop) for values in (labels, mask))
-                counts.append(plain(logits.of(logits.rows[first:stop]), *chosen, *options, **named))
-        return tuple(sum(parts) for parts in zip(*counts, strict=True))
-
-    return _compute_mtp_acceptance_counts
-
-
-def chunk_mlps(model: torch.nn.Module, num_chunks: int) -> None:
-    """Lets each MLP of a model compute its rows in `num_chunks` parts. Experts stay as they are.
-
-    Megatron-Core's own `mlp_chunks_for_training` keeps the activations of all parts for backward, and so saves
-    little; here backward computes them once more.
-
-    Raises:
-        TypeError: if the model is none of Megatron-Core.
-        ValueError: if there is no part.
-        NotImplementedError: in fp8, whose scales are found over all rows together; where an MLP is of another class;
-            where the gradients of weights are computed later (`delay_wgrad_compute`); and at the first step, where an
-            MLP drops at random, as an adapter in it may.
-    """
-    if num_chunks < 1:
-        raise ValueError(f"num_chunks={num_chunks} must be at least 1")
-    if not isinstance(model, MegatronModule):
-        raise TypeError(
-            f"model={type(model).__name__} is no module of Megatron-Core, whose MLPs alone are computed in chunks"
-        )
-    module: Any
-    for module in model.modules():
-        if type(module) is MLP:
-            if module.config.fp8 or getattr(module.config, "fp4", None):
-                raise NotImplementedError("MLPs in chunks in fp8 or fp4; use --bf16, or no chunks")
-            if getattr(module.config, "delay_wgrad_compute", False):
-                raise NotImplementedError(
-                    "MLPs in chunks beside delay_wgrad_compute; leave out one of the two"
-                )
-            _chunk_mlp(module, num_chunks)
-        elif isinstance(module, MLP) and not isinstance(module, SharedExpertMLP):
-            raise NotImplementedError(
-                f"an MLP of the class {type(module).__name__} in chunks; use Megatron-Core's MLP, or no chunks"
-            )
-
-
-def _chunk_mlp(mlp: Any, num_chunks: int) -> None:
-    plain_forward = mlp.forward
-
-    def forward(rows: torch.Tensor, *options: Any, **named: Any) -> tuple[torch.Tensor, Any]:
-        named.pop("padding_mask", None)  # for experts
-        if any(option is not None for option in (*options, *named.values())):
-            result: tuple[torch.Tensor, Any] = plain_forward(rows, *options, **named)
-            return result
-        if mlp.training and any(isinstance(x, _DropoutNd) and x.p > 0 for x in mlp.modules()):
-            raise NotImplementedError(
-                "an MLP in chunks with dropout inside, as an adapter may have: backward would drop something else; "
-                "use no dropout there, or no chunks"
-            )
-        biases: list[Any] = []
-
-        def of_chunk(chunk: torch.Tensor, _first: int, _stop: int) -> torch.Tensor:
-            out: torch.Tensor
-            out, bias = plain_forward(chunk)
-            biases.append(bias)
-            return out
-
-        weights = [weight for weight in mlp.parameters() if weight.requires_grad]
-        out = in_chunks(of_chunk, rows, num_chunks, weights)
-        bias = biases[0]  # is added outside
-        if bias is not None and not any(bias is weight for weight in mlp.parameters()):
-            raise NotImplementedError(
-                "an MLP in chunks whose bias is no parameter of its own; use no chunks"
-            )
-        return out, bias
-
-    mlp.forward = forward

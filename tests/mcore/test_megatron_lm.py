@@ -263,17 +263,17 @@ def test_hybrid_models_that_predict_give_the_losses_of_one_context_rank(
 
 
 OWN_SPEC = """
-from megatron_cp.mcore import row_chunks, save_memory_in_every_gpt
+from megatron_cp.mcore import loss_chunks, mlp_chunks, save_memory_in_every_gpt
 save_memory_in_every_gpt(loss_chunk_size=12, mlp_chunks=5)
 from megatron_cp.mcore.spec import gpt_layer_spec
 
-plain, told = row_chunks.in_chunks, set()
+plain, told = loss_chunks.in_chunks, set()
 def in_chunks(of_chunk, rows, num_chunks, *options, **named):
     if num_chunks not in told:
         told.add(num_chunks)
         print(f"\\nmegatron_cp: {num_chunks} chunks", flush=True)
     return plain(of_chunk, rows, num_chunks, *options, **named)
-row_chunks.in_chunks = in_chunks
+loss_chunks.in_chunks = mlp_chunks.in_chunks = in_chunks
 """
 
 

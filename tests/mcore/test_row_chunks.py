@@ -226,7 +226,7 @@ class Widest(TorchDispatchMode):
 def _train_in_chunks(rank, world_size, case, num_rows, num_mlp_chunks):
     """Losses and norms of each step, and the widest tensors by their width."""
     with our_loss(), parallel_state(case) as groups:
-        from megatron_cp.mcore.row_chunks import chunk_loss, chunk_mlps
+        from megatron_cp.mcore import chunk_loss, chunk_mlps
 
         trainer = Trainer(case, groups)
         for chunk in trainer.chunks:
@@ -280,7 +280,7 @@ def test_a_model_trains_as_it_does_on_all_rows_at_once(layout, options):
 def _logits(rank, world_size, case):
     """Logits of a model without labels, before and after its loss is computed in chunks."""
     with parallel_state(case) as groups:
-        from megatron_cp.mcore.row_chunks import chunk_loss
+        from megatron_cp.mcore import chunk_loss
 
         trainer = Trainer(case, groups)
         (model,) = (chunk.module for chunk in trainer.chunks)
@@ -295,7 +295,7 @@ def _logits(rank, world_size, case):
 def _logits_of_gathered_rows(rank, world_size, case):
     """Logits of rows that inference has gathered: it turns the layer's own gathering off for the call alone."""
     with parallel_state(case) as groups:
-        from megatron_cp.mcore.row_chunks import chunk_loss
+        from megatron_cp.mcore import chunk_loss
 
         trainer = Trainer(case, groups)
         (model,) = (chunk.module for chunk in trainer.chunks)

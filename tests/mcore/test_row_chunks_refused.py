@@ -11,7 +11,7 @@ from tests.ranks import run_on_ranks
 
 def _said_of_dropout(rank, world_size, case):
     with parallel_state(case) as groups:
-        from megatron_cp.mcore.row_chunks import chunk_mlps
+        from megatron_cp.mcore import chunk_mlps
 
         trainer = Trainer(case, groups)
         (model,) = (chunk.module for chunk in trainer.chunks)
@@ -37,7 +37,7 @@ def _refused(rank, world_size, fields):
     enter_megatron()
     from megatron.core.transformer.mlp import MLP
 
-    from megatron_cp.mcore.row_chunks import chunk_loss, chunk_mlps
+    from megatron_cp.mcore import chunk_loss, chunk_mlps
 
     mlp = MLP.__new__(MLP)
     torch.nn.Module.__init__(mlp)
@@ -77,7 +77,7 @@ def test_what_cannot_be_done_in_chunks_is_refused(fields, loss, mlps):
 
 def test_a_model_that_has_none_of_megatrons_mlps_is_refused():
     enter_megatron()
-    from megatron_cp.mcore.row_chunks import chunk_mlps
+    from megatron_cp.mcore import chunk_mlps
 
     with pytest.raises(TypeError, match="model=Sequential is no module of Megatron-Core"):
         chunk_mlps(torch.nn.Sequential(torch.nn.Linear(2, 2)), 2)
@@ -88,7 +88,7 @@ def test_an_mlp_of_another_class_is_refused_and_shared_experts_stay():
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-    from megatron_cp.mcore.row_chunks import chunk_mlps
+    from megatron_cp.mcore import chunk_mlps
 
     class FusedMLP(MLP):
         """As Transformer Engine's, which runs no part of Megatron's forward."""
