@@ -1,9 +1,9 @@
 """Logits that the loss computes, a few rows at a time (row_chunks.py).
 
-chunk_loss(model, 4096)      4096 rows of logits at once
+    chunk_loss(model, 4096)      4096 rows of logits at once
 
-output layer    returns logits that nobody has computed yet
-loss            asks for those of a chunk, and keeps the loss of each row
+The output layer returns logits that nobody has computed yet. The loss asks for those of a chunk, and keeps the loss of
+each row.
 """
 
 # s rows of this rank, b batch, t tensor ranks whose rows an output layer gathers, V words of this rank

@@ -1,6 +1,8 @@
 """MLPs that compute their rows in parts, and each part again in backward (row_chunks.py).
 
-chunk_mlps(model, 8)         an eighth of the rows at once
+    chunk_mlps(model, 8)         an eighth of the rows at once
+
+Rows do not meet in an MLP. They do in experts, whose losses and capacities count them: those stay whole.
 """
 
 from __future__ import annotations
