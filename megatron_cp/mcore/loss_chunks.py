@@ -42,7 +42,7 @@ def chunk_loss(model: Any, num_rows: int) -> None:
         return
     if getattr(model.config, "use_mup", False) or model.config.defer_embedding_wgrad_compute:
         raise NotImplementedError(
-            "logits in chunks beside use_mup or defer_embedding_wgrad_compute; leave out one of the two"
+            "logits in chunks beside use_mup or defer_embedding_wgrad_compute; use no chunks: the same results"
         )
     layer, plain_loss = model.output_layer, model.compute_language_model_loss
     plain_forward, gathers = layer.forward, layer.sequence_parallel

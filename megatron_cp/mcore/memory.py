@@ -1,7 +1,9 @@
 """Less memory at long contexts, for one model of Megatron or for all that a process builds.
 
-save_memory(model, loss_chunk_size=4096, mlp_chunks=8, offload_recompute_inputs=True)
-save_memory_in_every_gpt(loss_chunk_size=4096)      # where a program builds its models itself
+    save_memory(model, loss_chunk_size=4096, mlp_chunks=8, offload_recompute_inputs=True)
+    save_memory_in_every_gpt(loss_chunk_size=4096)
+
+The second is for a program that builds its models itself.
 """
 
 from __future__ import annotations

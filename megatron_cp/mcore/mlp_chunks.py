@@ -41,7 +41,9 @@ def chunk_mlps(model: torch.nn.Module, num_chunks: int) -> None:
     for module in model.modules():
         if type(module) is MLP:
             if module.config.fp8 or getattr(module.config, "fp4", None):
-                raise NotImplementedError("MLPs in chunks in fp8 or fp4; use --bf16, or no chunks")
+                raise NotImplementedError(
+                    "MLPs in chunks in fp8 or fp4; use no chunks: the same results"
+                )
             if getattr(module.config, "delay_wgrad_compute", False):
                 raise NotImplementedError(
                     "MLPs in chunks beside delay_wgrad_compute; leave out one of the two"
@@ -49,7 +51,7 @@ def chunk_mlps(model: torch.nn.Module, num_chunks: int) -> None:
             _chunk_mlp(module, num_chunks)
         elif isinstance(module, MLP) and not isinstance(module, SharedExpertMLP):
             raise NotImplementedError(
-                f"an MLP of the class {type(module).__name__} in chunks; use Megatron-Core's MLP, or no chunks"
+                f"an MLP of the class {type(module).__name__} in chunks; use no chunks: the same results"
             )
 
 
@@ -64,7 +66,7 @@ def _chunk_mlp(mlp: Any, num_chunks: int) -> None:
         if mlp.training and any(isinstance(x, _DropoutNd) and x.p > 0 for x in mlp.modules()):
             raise NotImplementedError(
                 "an MLP in chunks with dropout inside, as an adapter may have: backward would drop something else; "
-                "use no dropout there, or no chunks"
+                "use no chunks"
             )
         biases: list[Any] = []
 

@@ -40,7 +40,7 @@ def offload_recompute_inputs(model: Any) -> None:
         )
     if config.fp8 or getattr(config, "fp4", None):
         raise NotImplementedError(
-            "inputs of recomputed layers on the host in fp8 or fp4; use --bf16, or leave them on the device"
+            "inputs of recomputed layers on the host in fp8 or fp4; leave them on the device: the same results"
         )
     if config.overlap_moe_expert_parallel_comm:
         raise NotImplementedError(

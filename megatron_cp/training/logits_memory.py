@@ -5,9 +5,7 @@ from __future__ import annotations
 from megatron_cp.training.config import TrainConfig
 
 _LARGE = 4e9  # bytes
-_ROWS = (
-    4096  # enough that a GPU computes them at its full speed; fewer where they are large themselves
-)
+_ROWS = 4096  # enough for a GPU's full speed; fewer where they are large themselves
 
 
 def with_note_of_logits(config: TrainConfig) -> TrainConfig:

@@ -105,7 +105,7 @@ def check_chunks(args: Namespace) -> Iterator[str]:
     if chunks > 1 and args.fp8 is not None:
         yield (
             f"--mlp-chunks-for-training {chunks} with --fp8-format is not served: scales are found over all rows "
-            "together; leave out one of the two"
+            "together; leave out --mlp-chunks-for-training: the same results, more memory"
         )
     if chunks > 1 and not has_dense_layers(args):
         args.notes.append(
@@ -116,7 +116,7 @@ def check_chunks(args: Namespace) -> Iterator[str]:
     if args.fp8 is not None and args.recompute_granularity is not None:
         yield (
             "--offload-recompute-inputs with --fp8-format is not served: Transformer Engine keeps those inputs; "
-            "leave out one of the two"
+            "leave out --offload-recompute-inputs: the same results, more memory"
         )
     modules = set(args.recompute_modules or _REGIONS)
     if not args.machine.has_cuda:
