@@ -21,6 +21,7 @@ from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.held_out import HeldOut
 from megatron_cp.training.logging.journal import Journal
 from megatron_cp.training.logging.lines import ProgressBar, print_datetime, print_rank_0, warn
+from megatron_cp.training.params_norm import params_norm
 from megatron_cp.training.profiling import memory_history, step_profiler
 from megatron_cp.training.replicas import ReplicasDifferError, check_replicas
 from megatron_cp.training.run_state import RunState
@@ -32,7 +33,6 @@ from megatron_cp.training.same_batches import (
 from megatron_cp.training.step import (
     Runner,
     evaluate,
-    params_norm,
     try_next_batches,
     update,
     whole_parameters,

@@ -255,26 +255,6 @@ def without_jitter(chunks: list[Any]) -> Iterator[None]:
             config.moe_input_jitter_eps = eps
 
 
-def params_norm(runner: Runner) -> float:
-    """Returns the L2 norm of all parameters, each counted once. Collective: every rank calls it."""
-    from megatron.core.transformer.module import param_is_not_shared
-
-    dense, experts = torch.zeros(2, dtype=torch.float64, device=runner.device).unbind()
-    first = {
-        True: parallel_state.get_tensor_model_parallel_rank() == 0,
-        False: parallel_state.get_expert_tensor_parallel_rank() == 0,
-    }
-    with whole_parameters(runner):
-        for parameter in (one for chunk in runner.model for one in chunk.parameters()):
-            is_dense = getattr(parameter, "allreduce", True)
-            is_split = getattr(parameter, "tensor_model_parallel", False)
-            if param_is_not_shared(parameter) and (is_split or first[is_dense]):
-                (dense if is_dense else experts).add_(parameter.detach().double().square().sum())
-    dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
-    dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
-    return float((dense + experts).sqrt())
-
-
 @contextmanager
 def whole_parameters(runner: Runner) -> Iterator[None]:
     """Inside, every rank holds complete parameters, also with --overlap-param-gather, which gathers them in forward."""
