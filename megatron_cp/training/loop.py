@@ -93,17 +93,23 @@ class Run:
 
 
 def run_to_end(run: Run) -> None:
-    """Trains from where the state stands to the end, then evaluates for the last time."""
+    """Trains from where the state stands to the end, then evaluates for the last time.
+
+    One that leaves before its last step does not evaluate, as Megatron-LM: its time is over, the next job goes on.
+    """
+    steps = run.state.config.steps
     with _published_if_all_ranks_end(run):
         print_rank_0("done with setup ...")
-        if not run.state.config.steps.skip_train and not run.exits.is_signalled():
+        if not steps.skip_train and not run.exits.is_signalled():
             print_rank_0("training ...")
             _train(run)
             print_datetime("after training is done")
-        for held_out in run.loaders.held_out():
-            if not run.journal.knows(held_out.name) and not run.exits.is_signalled():
-                _evaluate(run, held_out)
-        _write_texts(run)
+        leaves_early = not steps.skip_train and run.state.iteration < steps.train_iters
+        if not leaves_early:
+            for held_out in run.loaders.held_out():
+                if not run.journal.knows(held_out.name) and not run.exits.is_signalled():
+                    _evaluate(run, held_out)
+            _write_texts(run)
         run.journal.close_well()
 
 

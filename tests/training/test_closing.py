@@ -75,8 +75,9 @@ def test_a_run_without_folders_has_nothing_to_open():
 def test_what_a_run_that_left_early_says_of_going_on_leads_to_the_losses_of_a_whole_one(tmp_path):
     """Other learning rates, as a longer run has, would be other losses."""
     flags = [*SMALL_RUN, "--save"]
-    train(1, *flags, str(tmp_path / "whole"))
+    whole = train(1, *flags, str(tmp_path / "whole"))
     said = train(1, *flags, str(tmp_path / "left"), "--exit-interval", "2")
+    assert "validation loss at iteration 4" in whole and "validation loss" not in said
     advice = re.search(r"go on +the same command with (.+)", said)[1]
     train(1, *flags, str(tmp_path / "left"), *shlex.split(advice))
     assert metrics(tmp_path / "left") == metrics(tmp_path / "whole")
