@@ -20,6 +20,7 @@ import torch.distributed as dist
 import typing_extensions
 
 from megatron_cp.mcore import cpu
+from megatron_cp.mcore.fused_adam import install_fused_adam
 
 
 def answer_device_queries() -> None:
@@ -49,10 +50,16 @@ def prepare_megatron() -> None:
     stream, the runs that are compared would start from other weights.
     """
     from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     dataset_utils.compile_helpers = lambda: None
     if not hasattr(typing, "override"):  # newer checkouts are written for Python 3.12
         typing.override = typing_extensions.override
+    # A spawned process imports the program anew, without these stand-ins.
+    in_a_child = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = lambda mode="fork": in_a_child("fork")
+    if "FUSED_ADAM" in os.environ:
+        install_fused_adam()
     from megatron.training import initialize, training
 
     initialize._compile_dependencies = lambda *args, **kwargs: None

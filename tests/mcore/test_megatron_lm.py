@@ -1,40 +1,27 @@
 """Megatron-LM's own pretrain_gpt.py, unchanged, with our spec: its losses against those of its own attention.
 
-Needs a checkout, named by the variable MEGATRON_LM, and what its imports need (six, einops, omegaconf, ...).
+Needs a checkout (`megatron_lm.py`).
 """
 
 import functools
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_cp.data.indexed_writer import IndexedWriter
+from tests.mcore import megatron_lm
+from tests.mcore.megatron_lm import launched, minor_version, needs_megatron_lm, vocabulary
 
-ROOT = Path(__file__).resolve().parents[2]
-CHECKOUT = os.environ.get("MEGATRON_LM")
-EOD = 127
-
-pytestmark = [
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM"),
-]
+pytestmark = needs_megatron_lm
 
 GROUPED = ("--group-query-attention", "--num-query-groups", "2")
-MODEL = shlex.split("""
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4
-    --seq-length 64 --max-position-embeddings 64 --position-embedding-type rope --attention-dropout 0
-    --hidden-dropout 0 --untie-embeddings-and-output-weights --transformer-impl local --micro-batch-size 1
-    --global-batch-size 2 --train-iters 20 --lr 3e-3 --lr-decay-style constant --split 90,10,0
-    --tokenizer-type NullTokenizer --distributed-backend gloo --use-cpu-initialization --log-interval 1
-    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-rope-fusion
-    --no-bias-dropout-fusion --no-persist-layer-norm --eval-interval 1000 --eval-iters 1 --num-workers 0
-""")
+RUN = [
+    *megatron_lm.MODEL,
+    *shlex.split("--train-iters 20 --lr-decay-style constant --split 90,10,0"),
+]
 SPEC = ["--spec", "megatron_cp.mcore.spec", "gpt_layer_spec"]
 RESET = ["--reset-attention-mask", "--reset-position-ids"]
 NO_MASK = ["--no-create-attention-mask-in-dataloader"]
@@ -44,25 +31,8 @@ TWO_SAMPLES = ["--micro-batch-size", "2", "--global-batch-size", "4"]
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """Counting documents of 4 to 70 tokens, each closed by the end token; longer ones than a sample too."""
-    prefix = tmp_path_factory.mktemp("corpus") / "documents"
-    random = np.random.default_rng(0)
-    with IndexedWriter(prefix, dtype=np.uint16) as writer:
-        for _ in range(300):
-            length, start, step = (
-                random.integers(3, 70),
-                random.integers(100),
-                random.integers(1, 4),
-            )
-            writer.add_document(np.append((start + step * np.arange(length)) % 100, EOD))
-        writer.finish()
-    return prefix
-
-
-def minor_version() -> int:
-    """The version of the checkout: 16 for 0.16.1."""
-    text = Path(CHECKOUT, "megatron/core/package_info.py").read_text()
-    return int(re.search(r"MINOR = (\d+)", text)[1])
+    """The prefix of a small corpus."""
+    return megatron_lm.write_documents(tmp_path_factory.mktemp("corpus") / "documents")
 
 
 @functools.cache
@@ -74,25 +44,12 @@ def losses(
     heads: tuple[str, ...] = GROUPED,
 ) -> tuple[list[float], list[str]]:
     """(the loss of every step, our lines) as Megatron-LM's log has them."""
-    eod_counts = minor_version() >= 19  # its NullTokenizer counts the end token in the vocabulary
     data = ["--data-path", str(corpus), "--data-cache-path", str(corpus.parent / "cache")]
-    vocabulary = ["--vocab-size", str(EOD + eod_counts)]
-    environment = os.environ | {
-        "TMPDIR": str(corpus.parent),  # torchrun's folders stay behind Megatron-LM's program
-        "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_COMPILE_DISABLE": "1",
-        "MEGATRON_LM_PROGRAM": program,
-        "PYTHONPATH": os.pathsep.join([CHECKOUT, str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }  # fmt: skip
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    script = str(ROOT / "tests/mcore/megatron_lm_on_cpu.py")
-    done = subprocess.run(
-        [*launcher, str(ranks), script, *MODEL, *heads, *vocabulary, *data, *flags],
-        capture_output=True, text=True, env=environment, cwd=corpus.parent, check=False,
-    )  # fmt: skip
-    problems = [line for line in done.stderr.splitlines() if line.startswith("[rank0]:")]
-    assert done.returncode == 0, "\n".join(problems) or done.stderr[-3000:]
-    found = [float(x) for x in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
-    return found, re.findall(r"^megatron_cp: .*$", done.stdout, flags=re.MULTILINE)
+    said = launched(
+        ranks, corpus.parent, *RUN, *heads, *vocabulary(), *data, *flags, program=program
+    )
+    found = [float(x) for x in re.findall(r"lm loss: ([0-9.E+-]+)", said)]
+    return found, re.findall(r"^megatron_cp: .*$", said, flags=re.MULTILINE)
 
 
 LAYOUTS = {

@@ -30,7 +30,7 @@ def test_equal_runs_are_equal(tmp_path, capsys):
     b = write_metrics(tmp_path / "b", {1: 3.0, 2: 2.5, 3: 2.0})
     assert loss_compare.main([str(a), str(b), "--assert-equal"]) == 0
     out = capsys.readouterr().out
-    assert "2 common iterations, 1 in one run alone" in out
+    assert "2 losses in common, of 2 and 3" in out
     assert "largest difference 0.000E+00, within" in out
 
 
@@ -43,11 +43,52 @@ def test_the_largest_difference_decides_and_is_shown(tmp_path, capsys):
     assert worst.split()[0] == "37"
 
 
-def test_a_log_and_a_folder_can_be_compared(tmp_path):
-    log = tmp_path / "run.log"
-    log.write_text("\n".join(["noise", LINE.format(1, 3.0), LINE.format(2, 2.5), "iteration x"]))
-    assert loss_compare.read_losses(log) == {1: 3.0, 2: 2.5}
-    assert loss_compare.main([str(log), str(write_metrics(tmp_path / "a", {1: 3.0, 2: 2.5}))]) == 0
+LOSSES = {1: 3.0, 2: 2.0, 3: 2.5, 4: 1.5, 5: 1.0, 6: 0.5, 7: 4.0}
+BEGINS = "[before the start of training step] datetime: 2026-11-20 18:52:28"
+LOADED = "  successfully loaded checkpoint from runs/a at iteration 4"
+
+
+def write_log(path, *lines: tuple[int, float] | str, tail: str = ""):
+    path.write_text("\n".join(x if isinstance(x, str) else LINE.format(*x) + tail for x in lines))
+    return path
+
+
+OURS = " tokens per second: 1471 |"
+LOGS = {
+    # what Megatron-LM prints: the first step, and again in the mean of the first line that is due
+    "every step": ("", [BEGINS, (1, 3.0), (2, 2.5), (3, 2.5), (4, 1.5)], 4),
+    "every second step": ("", [BEGINS, (1, 3.0), (2, 2.5), (4, 2.0), (6, 0.75)], 4),
+    "gone on": ("", [LOADED, BEGINS, (5, 1.0), (6, 0.75), (7, 4.0)], 3),
+    "both": ("", [BEGINS, (1, 3.0), (3, 2.5), LOADED, BEGINS, (5, 1.0), (6, 0.75)], 4),
+    # ours prints what is due
+    "ours, every step": (OURS, [BEGINS, (1, 3.0), (2, 2.0), (3, 2.5)], 3),
+    "ours, every third step": (OURS, [BEGINS, (3, 2.5), (6, 1.0)], 2),
+    "ours, gone on": (OURS, [LOADED, BEGINS, (6, 0.75), (7, 4.0)], 2),
+    "without its beginning": ("", [(1, 3.0), (2, 2.5), (3, 2.5)], 3),
+}
+
+
+@pytest.mark.parametrize("kind", LOGS)
+def test_a_line_of_a_log_is_compared_with_the_mean_of_its_steps(tmp_path, capsys, kind):
+    tail, lines, count = LOGS[kind]
+    log = write_log(tmp_path / "a.log", "noise", *lines, "iteration x", tail=tail)
+    folder = write_metrics(tmp_path / "a", LOSSES)
+    assert loss_compare.main([str(log), str(folder), "--assert-equal"]) == 0
+    assert loss_compare.main([str(folder), str(log), "--assert-equal"]) == 0
+    assert loss_compare.main([str(log), str(log), "--assert-equal"]) == 0
+    assert f"{count} losses in common, of {count} and {len(LOSSES)}" in capsys.readouterr().out
+    other = write_metrics(tmp_path / "b", {step: loss + 1 for step, loss in LOSSES.items()})
+    assert loss_compare.main([str(log), str(other), "--tolerance", "0.99"]) == 1
+
+
+def test_steps_without_a_row_or_skipped_leave_their_line_out(tmp_path, capsys):
+    log = write_log(tmp_path / "a.log", BEGINS, (2, 2.5), (4, 2.0), (6, 0.75), tail=OURS)
+    folder = write_metrics(tmp_path / "a", {step: LOSSES[step] for step in (1, 2, 4, 5, 6)})
+    with (folder / "metrics.jsonl").open("a") as rows:
+        rows.write("\n" + json.dumps({"iteration": 3, "lm loss": 99.0, "grad/skipped": 1.0}) + "\n")
+    assert loss_compare.main([str(log), str(folder), "--assert-equal"]) == 0
+    said = capsys.readouterr().out
+    assert "2 losses in common, of 3 and 5" in said and "1 to 2" in said and "3 to 4" not in said
 
 
 @pytest.mark.parametrize(("other", "code"), [(None, 0), (2.5, 1)])
