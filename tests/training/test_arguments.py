@@ -271,6 +271,14 @@ def test_layers_of_predictions_are_counted_with_those_of_the_decoder(flags, laye
     assert config.model.layers_by_mask() == layers
 
 
+@pytest.mark.parametrize(
+    "name", ["num_experts", "mtp_num_layers", "exit_interval", "exit_duration_in_mins"]
+)
+def test_zero_is_none_where_megatron_takes_it_so(name: str):
+    args = parse(*SMALL_RUN, "--" + name.replace("_", "-"), "0")
+    assert getattr(args, name) is None
+
+
 def test_our_own_layer_spec_is_allowed():
     args = parse(*SMALL_RUN, "--spec", "megatron_cp.mcore.spec", "gpt_layer_spec")
     assert args.spec == ["megatron_cp.mcore.spec", "gpt_layer_spec"]

@@ -59,7 +59,7 @@ BAD = [
     (["--expert-model-parallel-size", "2"], "--num-experts"),
     (["--multi-latent-attention"], "--group-query-attention"),
     (["--q-lora-rank", "8"], "--multi-latent-attention"),
-    (["--mtp-num-layers", "0"], "--mtp-num-layers 0"),
+    (["--mtp-num-layers", "-1"], "--mtp-num-layers -1"),
     (["--mtp-num-layers", "1", "--spec", "os", "path", "--allow-custom-spec"], "--spec os path"),
     (["--pipeline-model-parallel-layout", "Ett|L"], "2 stages"),
     (["--pipeline-model-parallel-layout", "EtL"], "1 t"),

@@ -29,6 +29,7 @@ _NEEDS_LATENT = ("q_lora_rank",)
 def complete_experts(args: Namespace) -> Iterator[str]:
     """Completes expert widths and ranks; lists of one value become that value."""
     args.num_experts = args.num_experts or None  # Megatron-LM: 0 is none
+    args.mtp_num_layers = args.mtp_num_layers or None
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):

@@ -107,7 +107,9 @@ def check_virtual_batches(args: Namespace) -> Iterator[str]:
 
 
 def complete_steps(args: Namespace) -> Iterator[str]:
-    """Completes the number of steps."""
+    """Completes the number of steps, and what may end them sooner."""
+    args.exit_interval = args.exit_interval or None  # Megatron-LM: 0 is never
+    args.exit_duration_in_mins = args.exit_duration_in_mins or None
     if (args.train_iters is None) == (args.train_samples is None):
         yield "give exactly one of --train-iters and --train-samples"
         discard(args, "train_iters", "train_samples")
