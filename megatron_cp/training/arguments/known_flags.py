@@ -85,6 +85,7 @@ NOTED: dict[str, tuple[int, str]] = {
     "--use-persistent-ckpt-worker": (0, _ONE_WRITER),
     "--async-ckpt-use-cpu-shm": (0, _ONE_WRITER),
     "--async-ckpt-cpu-priority": (1, _ONE_WRITER),
+    "--dist-ckpt-workers": (1, _ONE_WRITER),
     "--async-ckpt-io-priority": (1, _ONE_WRITER),
     "--ckpt-drop-redundant-extra-state": (
         0,
@@ -165,15 +166,27 @@ NOTED: dict[str, tuple[int, str]] = {
     "--cuda-graph-scope": (-1, _NO_GRAPH),
     "--cuda-graph-warmup-steps": (1, _NO_GRAPH),
     "--enable-cuda-graph": (0, _NO_GRAPH),
+    "--external-cuda-graph": (0, _NO_GRAPH),
+    "--optimizer-cuda-graph": (0, _NO_GRAPH),
     "--te-rng-tracker": (
         0,
         "it is for graphs; Megatron-Core's own tracker draws the random numbers",
     ),
+    "--use-ring-exchange-p2p": (0, _ORDER),
+    "--high-priority-a2a-comm-stream": (0, _NOT_OVERLAPPED),
+    "--ep-overlap-early-attn-memory-release": (0, _NOT_OVERLAPPED),
     # memory
     "--fine-grained-activation-offloading": (0, _STAYS),
     "--offload-modules": (-1, _STAYS),
     "--activation-offload-fraction": (1, _STAYS),
     "--min-offloaded-tensor-size": (1, _STAYS),
+    "--delay-offload-until-cuda-graph": (0, _STAYS),
+    "--delta-offload-bytes-across-pp-ranks": (1, _STAYS),
+    "--fine-grained-offloading-max-inflight-offloads": (1, _STAYS),
+    "--cpu-offloading": (0, _STAYS),
+    "--cpu-offloading-num-layers": (1, _STAYS),
+    "--cpu-offloading-retain-pinned-cpu-buffers": (0, _STAYS),
+    "--distribute-saved-activations": (0, _STAYS),
     "--empty-unused-memory-level": (
         1,
         "torch keeps the memory that it freed; results are the same",
@@ -248,6 +261,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("ckpt-fully-parallel-save-", "replicas share the work of a save; " + _SAME_RESULTS),
     ("ckpt-fully-parallel-save", "use --no-ckpt-fully-parallel-save"),
     ("muon-use-nesterov", "use --muon-nesterov"),
+    ("weight-decay-cond", "use --apply-wd-to-qk-layernorm"),
     ("ckpt-convert", "--load reads torch_dist and torch; --ckpt-format says what --save writes"),
     ("rl- grpo- langrl- perform-rl", _NO_REINFORCEMENT),
     (
