@@ -61,6 +61,17 @@ def vocabulary() -> list[str]:
     return ["--vocab-size", str(EOD + (minor_version() >= 19))]
 
 
+def write_tokenizer(folder: Path) -> Path:
+    """A Hugging Face tokenizer of the vocabulary of `write_documents`."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(EOD)} | {"<eos>": EOD}
+    plain = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
 def launched(
     ranks: int, folder: Path, *flags: str, program: str = "pretrain_gpt.py", **more
 ) -> str:
