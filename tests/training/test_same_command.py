@@ -31,11 +31,11 @@ RUN = [
 NEAR = {
     "lm loss": 2e-6, "mtp_1 loss": 2e-6, "load_balancing_loss": 2e-6, "z_loss": 2e-6, "validation": 2e-6,
     "grad norm": 2e-3, "params norm": 1e-4, "num zeros": 2e-3,
-    "learning rate": 0, "global batch size": 0, "consumed samples": 0, "loss scale": 0,
+    "learning rate": 1e-6, "global batch size": 0, "consumed samples": 0, "loss scale": 0,
     "number of skipped iterations": 0, "number of nan iterations": 0,
 }  # fmt: skip
 ALWAYS = NEAR.keys() - {"mtp_1 loss", "load_balancing_loss", "z_loss"}
-MEANS = ("lm loss", "mtp_1 loss")
+MEANS = ("lm loss", "mtp_1 loss", "load_balancing_loss", "z_loss")
 
 LLAMA = "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --moe-aux-loss-coeff 1e-2"
@@ -45,7 +45,7 @@ COMMANDS = {
     "wsd": (1, "--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-warmup-fraction .2 --lr-warmup-init 1e-5"),
     "rising decay of weights": (1, "--start-weight-decay .01 --end-weight-decay .1 --weight-decay-incr-style cosine"),
     "samples": (1, "--train-samples 24 --step-batch-size-schedule \"0:2 512:4 1024:8\" --lr-warmup-samples 4"),
-    "sgd": (1, "--optimizer sgd --sgd-momentum .9"),
+    "sgd": (1, "--optimizer sgd --sgd-momentum .9 --lr .3"),
     "per token": (1, "--calculate-per-token-loss --micro-batch-size 2 --global-batch-size 8"),
     "llama": (1, f"{LLAMA} --qk-layernorm --rotary-percent .5 --rotary-base 500000 --no-bias-swiglu-fusion"),
     "learned positions": (1, "--position-embedding-type learned_absolute --add-qkv-bias --squared-relu"),
@@ -133,7 +133,7 @@ def test_a_command_logs_the_same_numbers(corpus, name):
         pytest.skip("another rule of samples")
     words = command(corpus, flags)
     expected = theirs(corpus, ranks, *words)
-    assert expected["lm loss"][-1] < expected["lm loss"][0] - (0.01 if name == "sgd" else 0.3)
+    assert expected["lm loss"][-1] < expected["lm loss"][0] - 0.1
     found = ours(corpus, ranks, *words)
     if (
         name == "samples"
