@@ -69,7 +69,13 @@ class ContextRouter(TopKRouter):
         return super().routing(logits, padding_mask)
 
     def attach_and_log_load_balancing_loss(
-        self, activation: Tensor, *args: Any, valid_token_count: Any = None, **kwargs: Any
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        *args: Any,
+        valid_token_count: Any = None,
+        **kwargs: Any,
     ) -> Tensor:
         """Returns `activation` with the loss attached; the part of every rank weighs the same.
 
@@ -79,7 +85,12 @@ class ContextRouter(TopKRouter):
         if self._tokens_of_mask is not None:
             tokens = self._tokens_of_mask
         return super().attach_and_log_load_balancing_loss(
-            activation, *args, valid_token_count=tokens * self._weight_of_tokens(), **kwargs
+            activation,
+            aux_loss_coeff,
+            aux_loss,
+            *args,
+            valid_token_count=tokens * self._weight_of_tokens(),
+            **kwargs,
         )
 
     def _weight_of_tokens(self) -> int:
@@ -94,11 +105,22 @@ class EqualWeightRouter(ContextRouter):
     """How often a micro-batch calls it, in a prediction that is repeated; since 0.17 Megatron knows it."""
 
     def attach_and_log_load_balancing_loss(
-        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *args: Any, **kwargs: Any
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        *args: Any,
+        valid_token_count: Any = None,
+        **kwargs: Any,
     ) -> Tensor:
         """Returns `activation` with the loss attached, weighed by the tokens of all ranks."""
         return super().attach_and_log_load_balancing_loss(
-            activation, aux_loss_coeff, aux_loss / self.num_calls, *args, **kwargs
+            activation,
+            aux_loss_coeff,
+            aux_loss / self.num_calls,
+            *args,
+            valid_token_count=valid_token_count,
+            **kwargs,
         )
 
     def _weight_of_tokens(self) -> int:
