@@ -26,6 +26,9 @@ OLD = {
         "    def __init__(self, config, transformer_layer_spec, vocab_size): ...\n"
         "    def forward(self, input_ids, position_ids, attention_mask, labels=None, *, packed_seq_params=None): ...\n"
     ),
+    "megatron/core/transformer/transformer_block.py": (
+        "class TransformerBlock:\n    def __init__(self, config, spec, post_layer_norm=True): ...\n"
+    ),
     "gpt_builders.py": "spec = import_module(args.spec)\n",
     "pretrain_gpt.py": "get_batch_on_this_tp_rank(1)\nget_batch_on_this_cp_rank(2)\n",
 }
@@ -88,6 +91,11 @@ def test_functions_are_found_where_newer_versions_have_them(tmp_path, capsys):
         ("megatron/core/utils.py", "def broken(:", "is not in megatron/core/utils.py"),
         ("megatron/training/utils.py", "", "get_batch_on_this_tp_rank        is not in"),
         ("megatron/core/models/gpt/gpt_model.py", "class GPTModel: ...", "GPTModel.forward"),
+        (
+            "megatron/core/transformer/transformer_block.py",
+            "class TransformerBlock:\n    def __init__(self, config, layers): ...\n",
+            "it has no parameter spec",
+        ),
         ("pretrain_gpt.py", "get_batch_on_this_tp_rank(1)", "come past the hooks"),
         ("pretrain_gpt.py", None, "cannot be read"),
         ("gpt_builders.py", "spec = None", "imports args.spec"),

@@ -75,6 +75,12 @@ HOOK_POINTS = (
         ("self",),
     ),
     HookPoint(
+        "TransformerBlock.__init__",
+        ("megatron/core/transformer/transformer_block.py",),
+        ("config", "spec"),
+        ("self",),
+    ),
+    HookPoint(
         "GPTModel.forward",
         ("megatron/core/models/gpt/gpt_model.py",),
         _MODEL_INPUTS,

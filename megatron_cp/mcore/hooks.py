@@ -101,7 +101,7 @@ def _function(point: HookPoint) -> Any:
     """
     owner, _, method = point.name.rpartition(".")
     if owner:
-        owners = {kind.__name__: kind for kind in (GPTModel, HYBRID_MODEL)}
+        owners = {kind.__name__: kind for kind in (GPTModel, TransformerBlock, HYBRID_MODEL)}
         return without_hook(getattr(owners[owner], method)) if owner in owners else None
     names = sorted({file.removesuffix(".py").replace("/", ".") for file in point.files})
     loaded = [sys.modules[name] for name in names if name in sys.modules]
@@ -236,7 +236,7 @@ def _cut_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
         rule = current_rule()
         lengths = lengths or find_documents(batch, rule)
         if lengths is None:
-            _say_once("documents: none are asked for; rows stay where Megatron puts them (zigzag)")
+            _say_once(_of_program(batch))
             forget_batch()
             return plain(batch, *args, **kwargs)
         group = given.get("cp_group")
@@ -245,6 +245,13 @@ def _cut_by_plan(plain: Callable[..., Any]) -> Callable[..., Any]:
         return batch
 
     return get_batch_on_this_cp_rank
+
+
+def _of_program(batch: dict[str, Any]) -> str:
+    """Returns, in words, what becomes of a batch that the hooks leave to its program."""
+    if any(key.startswith("cu_seqlens") and batch[key] is not None for key in batch):
+        return "documents: from cu_seqlens, as the program gives them to the model"
+    return "documents: none are asked for; rows stay where Megatron puts them (zigzag)"
 
 
 def _holds_rows(batch: dict[str, Any]) -> bool:

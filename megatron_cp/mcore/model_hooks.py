@@ -30,7 +30,8 @@ _exchanges: list[Callable[[Any], Any]] = []  # what becomes of the specs of ever
 _last_exchanged: list[
     tuple[Any, Any]
 ] = []  # the layers' specs of the last GPT: its program's, and ours
-_HAS_OURS = "_megatron_cp_has_ours"  # attribute of a model
+_IS_OURS = "_megatron_cp_is_ours"  # attribute of a model: its specs were exchanged
+_HAS_OURS = "_megatron_cp_has_ours"  # attribute of a model: all its layers were looked at
 _MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
 
 
@@ -54,6 +55,8 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
                     _last_exchanged[:] = [(theirs, given[name])]
         plain(*call.args, **call.kwargs)
         if _exchanges:
+            setattr(self, _IS_OURS, True)
+            _look_at_later_layers()
             self.register_forward_pre_hook(_check_attention)
         if _exchanges or layers.has_our_attention(given["transformer_layer_spec"]):
             layers.register_stage(given["config"])
@@ -76,19 +79,35 @@ def exchange_in_block(plain: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+@functools.cache
+def _look_at_later_layers() -> None:
+    """From now on layers that a subclass gives a GPT after Megatron's constructor are looked at when it gets them."""
+
+    def check(model: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+        if part is not None and getattr(model, _IS_OURS, False):
+            _check_part(model, name, part)
+
+    torch.nn.modules.module.register_module_module_registration_hook(check)
+
+
 def _check_attention(model: torch.nn.Module, _inputs: Any) -> None:
     """Refuses, before its first forward, a model with layers that were built of other specs than ours."""
     if getattr(model, _HAS_OURS, False):
         return
-    for name, module in model.named_modules():
+    _check_part(model, "", model)
+    setattr(model, _HAS_OURS, True)
+
+
+def _check_part(model: torch.nn.Module, name: str, part: torch.nn.Module) -> None:
+    """Refuses a part of a model, under that name, that has layers with an attention which is not ours."""
+    for place, module in part.named_modules(prefix=name):
         core = getattr(module, "core_attention", None)
         if isinstance(core, torch.nn.Module) and not any(map(_follows_plans, core.modules())):
             raise NotImplementedError(
-                f"{name}.core_attention of {type(model).__name__} is {type(core).__name__}: its program builds layers "
+                f"{place}.core_attention of {type(model).__name__} is {type(core).__name__}: its program builds layers "
                 "of other specs than those of its GPTModel, so they have no attention of ours; leave out "
                 "use_in_every_gpt, or give the layers their spec by with_context_parallel"
             )
-    setattr(model, _HAS_OURS, True)
 
 
 def _follows_plans(module: torch.nn.Module) -> bool:

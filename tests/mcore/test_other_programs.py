@@ -306,6 +306,26 @@ def test_one_rank_leaves_ends_to_the_program_that_filled_them_up():
     assert run_on_ranks(1, ends_that_are_filled_up) == [[list(range(16)), [0, 6, 16, -1, -1]]]
 
 
+def what_is_said_of_packed_parameters(rank, world_size):
+    """The line on documents where a batch comes with packed parameters, and where it comes without."""
+    from megatron_cp.mcore import hooks
+
+    said = []
+    for more in ({}, {"cu_seqlens_q": torch.tensor([[0, 6, 16]], dtype=torch.int32)}):
+        with stock_program() as program, parallel_state(Case()):
+            del sys.modules[program.__name__]
+            swapped_model(Case())
+            cut_by_megatron({"tokens": torch.arange(16)[None], "cu_seqlens_q": None, **more})
+            sys.modules[program.__name__] = program
+            said += hooks._said
+    return said
+
+
+def test_documents_of_packed_parameters_are_not_said_to_be_none():
+    ((without, packed),) = run_on_ranks(1, what_is_said_of_packed_parameters)
+    assert "none are asked for" in without and "as the program gives them" in packed
+
+
 def decoders_built_again(rank, world_size):
     """The attention of a decoder that a subclass builds again of the spec it was given; another spec is refused."""
     with stock_program(), parallel_state(Case()), torch.no_grad():
@@ -326,14 +346,23 @@ def decoders_built_again(rank, world_size):
         try:
             use_in_every_gpt()
             same = BuildingAgain(config, specs[0], specs[0])
-            other = BuildingAgain(config, specs[0], specs[1])
+            place = r"decoder.layers.0.self_attention.core_attention of BuildingAgain is DotProduct"
+            with pytest.raises(NotImplementedError, match=place):
+                BuildingAgain(config, specs[0], specs[1])
+            other = TransformerBlock(config=config, spec=specs[1])  # of an encoder, say
+            late = BuildingAgain(config, specs[0], specs[0])
+            late.decoder.layers = other.layers
         finally:
             exchange_specs(None)
         tokens = torch.arange(8)[None]
         mask = torch.ones(8, 8, dtype=torch.bool).triu(1)[None, None]
         same(tokens, tokens, mask)
-        with pytest.raises(NotImplementedError, match="of BuildingAgain is DotProductAttention"):
-            other(tokens, tokens, mask)
+        with pytest.raises(NotImplementedError, match=place):
+            late(tokens, tokens, mask)
+        plain = BuildingAgain(
+            config, specs[0], specs[1]
+        )  # nothing is exchanged, or refused, any more
+        plain(tokens, tokens, mask)
         return type(same.decoder.layers[0].self_attention.core_attention).__name__
 
 
