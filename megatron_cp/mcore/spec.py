@@ -120,9 +120,13 @@ def with_context_parallel(
 
     copy = _copy_with(spec, exchange)
     if not num_replaced:
+        layer_specs = getattr(spec, "layer_specs", None) or [spec]
+        modules = {getattr(one, "module", type(one)) for one in layer_specs}
+        names = ", ".join(sorted(getattr(module, "__name__", str(module)) for module in modules))
         raise ValueError(
-            f"spec={type(spec).__name__} holds no core_attention; give a layer spec such as "
-            "get_gpt_layer_local_spec(), a TransformerBlockSubmodules or an MTP block spec"
+            f"spec={type(spec).__name__} ({names}) holds no core_attention; give a layer spec such as "
+            "get_gpt_layer_local_spec(), a TransformerBlockSubmodules or an MTP block spec, whose layers do not attend "
+            "in a module of their own"
         )
     return copy
 
@@ -231,7 +235,7 @@ def _check_is_plain_attention(core_attention: Any, replaces: Sequence[type]) -> 
     if module not in replaces and not (is_megatrons and name in _PLAIN):
         raise NotImplementedError(
             f"core_attention={name} is neither {' nor '.join(_PLAIN)} of Megatron-Core: what it computes besides plain "
-            f"softmax attention would be lost; if that is nothing, give with_context_parallel(spec, replaces=({name},))"
+            f"softmax attention would be lost; if that is nothing, say so where ours is asked for: replaces=({name},)"
         )
     known = inspect.signature(ContextParallelAttention.__init__).parameters
     unknown = sorted(_params_of(core_attention).keys() - known.keys())
