@@ -52,6 +52,8 @@ class ContextParallelAttention(MegatronModule):
     """
 
     follows_plans = True
+    tensor_model_parallel, partition_dim = True, 0
+    """How tensor ranks split what it holds: Megatron-FSDP and conversions of weights ask a class they do not know."""
     num_calls = 1
     """How often a micro-batch calls it: more than once in a prediction that is repeated."""
 

@@ -45,6 +45,8 @@ class ContextGatedDeltaNet(Recurrence, GatedDeltaNet):
     Raises NotImplementedError or ValueError for settings that it cannot honour.
     """
 
+    tensor_model_parallel, partition_dim = True, 0  # as in ContextParallelAttention
+
     def __init__(
         self,
         config: Any,

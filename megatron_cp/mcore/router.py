@@ -35,6 +35,7 @@ _ONE_RANK = SimpleNamespace(size=lambda: 1)
 class ContextRouter(TopKRouter):
     """Megatron's top-k router; Sinkhorn's algorithm and padding masks mean what they mean on one rank."""
 
+    tensor_model_parallel = False  # all of it on every tensor rank; as in ContextParallelAttention
     cp_group: Any
     tp_cp_group: Any
     _tokens_of_mask: Tensor | None = None
