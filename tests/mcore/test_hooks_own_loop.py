@@ -37,7 +37,7 @@ def _losses(rank, world_size):
                 params = params_of_batch(batch)
                 again = model(*copies, labels=labels.clone(), packed_seq_params=params)
                 # Also a second model must not take copies for rows that Megatron has cut.
-                with pytest.raises(RuntimeError, match="no plan: .* say thd_split='per_document'"):
+                with pytest.raises(RuntimeError, match=r"no plan: .* say thd_split='per_document'"):
                     model(*copies, labels=labels.clone())
                 # Other rows, a batch without documents, and one that is said to be none, are Megatron's affair.
                 model(*(x if x is None else x[:, :32] for x in copies), labels=labels[:, :32])
