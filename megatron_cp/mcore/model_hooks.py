@@ -53,6 +53,7 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
                 if given.get(name) is not None:
                     theirs, given[name] = given[name], exchange(given[name])
                     _last_exchanged[:] = [(theirs, given[name])]
+        _predict_as_configured(given)
         plain(*call.args, **call.kwargs)
         if _exchanges:
             setattr(self, _IS_OURS, True)
@@ -63,6 +64,14 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
         save_as_wished(self)
 
     return __init__
+
+
+def _predict_as_configured(given: dict[str, Any]) -> None:
+    """Exchanges multi-token prediction where the decoder's layers are ours by a spec of a command line."""
+    spec = given["transformer_layer_spec"]
+    build = getattr(getattr(spec, "module", None), "prediction_spec", None)
+    if build is not None and not _exchanges and given.get("mtp_block_spec") is not None:
+        given["mtp_block_spec"] = build(given["config"], given.get("vp_stage"), **spec.params)
 
 
 def exchange_in_block(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,9 +213,8 @@ def _check_model(model: Any) -> None:
         if isinstance(core, torch.nn.Module) and not getattr(core, "follows_plans", False):
             if name.startswith("mtp"):
                 raise NotImplementedError(
-                    "multi-token prediction with documents: Megatron-LM builds its layers with an attention of "
-                    "its own, which does not follow the plan that the batch was cut by; build the model in code "
-                    "with mtp_block_spec=megatron_cp.mcore.mtp_block_spec(config)"
+                    "multi-token prediction with documents: its layers have an attention that does not follow the "
+                    "plan that the batch was cut by; give mtp_block_spec=megatron_cp.mcore.mtp_block_spec(config)"
                 )
             raise NotImplementedError(
                 f"{name}.core_attention is {type(core).__name__}, which does not follow the plan that the batch was "

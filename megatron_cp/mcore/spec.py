@@ -277,13 +277,6 @@ class ConfiguredLayer(TransformerLayer):
         if args is not None and getattr(args, "use_distributed_optimizer", False):
             install_fused_adam()  # it is built after the model; torch's AdamW could not be resumed
         check_spec(config)
-        if config.mtp_num_layers and config.context_parallel_size > 1:
-            raise NotImplementedError(
-                f"mtp_num_layers={config.mtp_num_layers} with a spec from the command line: "
-                "Megatron-LM builds these layers with its own attention, which does not see the "
-                "rows of other context ranks; build the model in code with "
-                "mtp_block_spec=megatron_cp.mcore.mtp_block_spec(config)"
-            )
         offset = 0
         if megatrons.get("add_layer_offset", True):
             stage = None if pg_collection is None else pg_collection.pp.rank()
@@ -298,6 +291,13 @@ class ConfiguredLayer(TransformerLayer):
             vp_stage=vp_stage,
             **megatrons,
         )
+
+    @staticmethod
+    def prediction_spec(
+        config: Any, vp_stage: int | None, attention_options: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns the multi-token prediction of a model of such layers: Megatron-LM's has an attention of its own."""
+        return mtp_block_spec(config, vp_stage=vp_stage, **(attention_options or {}))
 
 
 gpt_layer_spec = ModuleSpec(module=ConfiguredLayer)

@@ -219,6 +219,31 @@ def test_hybrid_models_that_predict_give_the_losses_of_one_context_rank(
     np.testing.assert_allclose(found, expected, rtol=0, atol=6e-6)
 
 
+@pytest.mark.parametrize(
+    ("layout", "documents", "kind"),
+    [
+        ("cp2", "positions, no mask", "own weights"),
+        ("cp2", "two samples", "per token"),
+        ("cp2", "none", "per token"),
+        ("tp2-cp2", "positions, no mask", "the same weights"),
+        ("pp2-cp2", "none", "own weights"),
+        ("pp2-cp2", "positions, no mask", "per token"),
+    ],
+)
+def test_a_gpt_that_predicts_gives_the_losses_of_one_context_rank(corpus, layout, documents, kind):
+    """Its program builds the predictions' layers, with Megatron's attention; the spec exchanges them."""
+    ranks, parallel = LAYOUTS[layout]
+    flags = NO_MASK if documents == "none" else FLAGS[documents][0]
+    run = [
+        *shlex.split("--mtp-num-layers 2 --mtp-loss-scaling-factor 1.0"),
+        *PREDICTIONS[kind], *flags, *EOD_LOSS, *SPEC,
+    ]  # fmt: skip
+    expected, _ = losses(corpus, ranks // 2, *parallel[:-2], *run)
+    found, _ = losses(corpus, ranks, *parallel, *run)
+    assert expected[-1] < expected[0] - 0.3
+    np.testing.assert_allclose(found, expected, rtol=0, atol=6e-6)
+
+
 OWN_SPEC = """
 from megatron_cp.mcore import loss_chunks, mlp_chunks, save_memory_in_every_gpt
 save_memory_in_every_gpt(loss_chunk_size=12, mlp_chunks=5)

@@ -168,6 +168,44 @@ def test_the_command_line_spec_follows_the_configuration():
     assert backends == ["reference"] * 2
 
 
+def _predictions(rank, world_size):
+    """Of a model whose program builds its predictions without us: parameters, and what computes attention."""
+    with parallel_state(Case()):
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_local_spec,
+            get_gpt_mtp_block_spec,
+        )
+
+        from megatron_cp.mcore.spec import gpt_layer_spec, with_context_parallel
+
+        plain = get_gpt_layer_local_spec()
+        told = with_context_parallel(gpt_layer_spec, backend="reference")
+        found = []
+        for spec in (plain, gpt_layer_spec, told):
+            config = make_config(Case().with_options(mtp_num_layers=2))
+            theirs = get_gpt_mtp_block_spec(config, plain, False)
+            model = GPTModel(
+                config, spec, 64, 128, position_embedding_type="rope", mtp_block_spec=theirs
+            )
+            cores = [m.core_attention for m in model.modules() if hasattr(m, "core_attention")]
+            found.append(
+                (
+                    sorted((name, tuple(x.shape)) for name, x in model.named_parameters()),
+                    [(type(core).__name__, getattr(core, "backend", None)) for core in cores],
+                )
+            )
+        return found
+
+
+def test_the_command_line_spec_takes_the_predictions_along():
+    (((names, megatrons), (same, ours), (again, told)),) = run_on_ranks(1, _predictions)
+    assert names == same == again and any(name.startswith("mtp.layers.1.") for name, _ in names)
+    assert set(megatrons) == {("DotProductAttention", None)}
+    assert set(ours) == {("ContextParallelAttention", None)} and len(ours) == len(megatrons)
+    assert set(told) == {("ContextParallelAttention", "reference")} and len(told) == len(megatrons)
+
+
 def _engines(rank, world_size):
     """What becomes of `transformer_impl` where Transformer Engine is not installed."""
     import logging
@@ -196,7 +234,6 @@ def _engines(rank, world_size):
             "use_kitchen": _refusal(lambda: _check(use_kitchen=True)),
             "moe_grouped_gemm": _refusal(lambda: _check(moe_grouped_gemm=True)),
             "inference": _refusal(lambda: check_engine("inference_optimized")),
-            "mtp": _refusal(lambda: model(mtp_num_layers=1, context_parallel_size=2)),
         }
         without, torch.cuda.is_available = torch.cuda.is_available, lambda: True
         try:
@@ -226,7 +263,6 @@ def test_without_transformer_engine_a_cpu_runs_local_layers_and_a_gpu_refuses():
     for name in ("heterogeneous_block_specs=True", "use_kitchen=True", "moe_grouped_gemm=True"):
         assert name in refused[name.split("=")[0]]
     assert "inference_optimized" in refused["inference"]
-    assert "mtp_block_spec" in refused["mtp"]
     assert has_norm, "a block made from a layer spec would refuse sequence parallelism"
 
 
