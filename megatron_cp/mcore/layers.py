@@ -21,6 +21,7 @@ from megatron_cp.data.batch import PlanRequest, make_batch_plans
 from megatron_cp.mask import AttentionMask
 from megatron_cp.mcore.arguments import head_sizes, rows_multiple
 from megatron_cp.mcore.mixers import SOFTMAX, layer_mixers, linear_state_bytes, prediction_mixers
+from megatron_cp.mcore.mtp import install_order_roll
 from megatron_cp.mcore.sparse_settings import planner_of
 from megatron_cp.plan import AttentionPlan
 
@@ -51,9 +52,14 @@ def register(config: Any, plan_config: CPConfig) -> None:
 
 
 def register_stage(config: Any) -> None:
-    """Remembers the model of a stage that may hold no softmax attention; layers that it holds are believed first."""
+    """Remembers the model of a stage that may hold no softmax attention; layers that it holds are believed first.
+
+    Such a stage may hold the loss of multi-token prediction, which follows the plans then as with layers of ours.
+    """
     sizes = attention_sizes(config, config.tensor_model_parallel_size)
     _requests_without_layers.add(_request_of(config, sizes))
+    if getattr(config, "mtp_num_layers", None):
+        install_order_roll()
 
 
 def note_thd_split(thd_split: str | None) -> None:

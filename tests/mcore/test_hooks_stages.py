@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.mcore.stock import stock_program
-from tests.mcore.tiny_gpt import Case, train
+from tests.mcore.test_batch import LENGTHS, make_planned
+from tests.mcore.tiny_gpt import Case, build_chunks, make_config, parallel_state, train
 from tests.ranks import run_on_ranks
 
 RESET = {"reset_attention_mask": True, "reset_position_ids": True}
@@ -75,3 +76,37 @@ def test_latent_attention_takes_the_documents_of_hooked_batches():
     )
     for steps in run_on_ranks(2, _train_hooked, hooked):
         np.testing.assert_allclose(steps, expected, rtol=2e-5)
+
+
+def _labels_rolled_where_the_loss_is(rank, world_size):
+    """Each label's successor as the loss of predictions takes it, on a stage that has that loss and no layer."""
+    case = Case(attention="hooked", pp=2, command_line=True).with_options(
+        pipeline_model_parallel_layout="Ettm|L", mtp_num_layers=1
+    )
+    with stock_program(**RESET), parallel_state(case):
+        from megatron.core.models.gpt import gpt_model
+        from megatron.core.transformer import multi_token_prediction
+
+        from megatron_cp.mcore.batch import local_batch
+        from megatron_cp.mcore.wrapping import without_hook
+
+        for module in (
+            multi_token_prediction,
+            gpt_model,
+        ):  # an earlier test may have put hooks here
+            for name in {"roll_tensor", "process_mtp_loss"} & vars(module).keys():
+                setattr(module, name, without_hook(getattr(module, name)))
+        (stage,) = build_chunks(case, make_config(case))  # Megatron shares embeddings: both ranks
+        if rank == 0:
+            return None
+        assert stage.post_process and len(stage.decoder.layers) == 0
+        local = local_batch(make_planned(1), 0, "cpu")
+        rolled, _ = gpt_model.roll_tensor(local.labels, packed_seq_params=local.params)
+        return local.labels[0].numpy(), rolled[0].numpy()
+
+
+def test_a_stage_with_the_loss_of_predictions_alone_follows_documents():
+    _, (labels, rolled) = run_on_ranks(2, _labels_rolled_where_the_loss_is)
+    expected = np.append(labels[1:], 0)
+    expected[np.cumsum(LENGTHS) - 1] = 0
+    np.testing.assert_array_equal(rolled, expected)
