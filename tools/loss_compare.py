@@ -24,7 +24,7 @@ from megatron_cp.command_line import answering
 Steps = tuple[int, int]
 """First and last of the steps whose mean loss a number is."""
 
-_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*? lm loss: (\S+)")
+_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(?:.*? lm loss: (\S+))?")
 _BEGINS = re.compile(r"before the start of training step|loaded checkpoint .*at iteration (\d+)")
 _KEY = "lm loss"
 
@@ -36,7 +36,7 @@ def read_losses(path: Path) -> dict[Steps, float]:
     """
     file = path / "metrics.jsonl" if path.is_dir() else path
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    losses = dict(_of_rows(lines)) or dict(_of_log(lines))
+    losses = dict(_of_rows(lines)) or _of_log(lines)
     if not losses:
         raise ValueError(f"{file} holds no loss; give a run folder, a metrics.jsonl or a log")
     return losses
@@ -61,21 +61,32 @@ def _of_rows(lines: Iterable[str]) -> Iterator[tuple[Steps, float]]:
             yield (int(row["iteration"]),) * 2, value
 
 
-def _of_log(lines: Iterable[str]) -> Iterator[tuple[Steps, float]]:
-    """The mean of each line of a log. Megatron-LM counts the step of a run's first line again in its second."""
-    first, is_first_line, begins_at = 1, True, 0
+def _of_log(lines: Iterable[str]) -> dict[Steps, float]:
+    """The mean of each line of a log whose steps are known; a job that goes on from step N replaces later ones.
+
+    Megatron-LM prints a job's first step at once, and counts it again in its next line. A job whose beginning the log
+    does not have is known from the line on that says where the next one begins.
+    """
+    losses: dict[Steps, float] = {}
+    begins_at, is_first_line = 0, True
+    first: int | None = None
     for line in lines:
         if begin := _BEGINS.search(line):
             begins_at = int(begin[1]) if begin[1] else begins_at
             if begin[1] is None:
+                losses = {steps: loss for steps, loss in losses.items() if steps[1] <= begins_at}
                 first, is_first_line, begins_at = begins_at + 1, True, 0
         elif match := _LINE.search(line):
-            last = int(match[1])
-            yield (first, last), float(match[2])
-            is_megatrons = line.rstrip().endswith("|") and "tokens per second" not in line
-            if not (is_first_line and is_megatrons):
+            last, is_megatrons = int(match[1]), "tokens per second" not in line
+            if last == 1 or (first is not None and last < first):
+                first, is_first_line = (1 if last == 1 else None), True
+                losses = {steps: loss for steps, loss in losses.items() if steps[1] < last}
+            if first is not None and match[2]:
+                losses[first, last] = float(match[2])
+            if not (is_first_line and is_megatrons and first in (last, None)):
                 first = last + 1
             is_first_line = False
+    return losses
 
 
 def in_common(

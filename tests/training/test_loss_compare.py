@@ -46,6 +46,9 @@ def test_the_largest_difference_decides_and_is_shown(tmp_path, capsys):
 LOSSES = {1: 3.0, 2: 2.0, 3: 2.5, 4: 1.5, 5: 1.0, 6: 0.5, 7: 4.0}
 BEGINS = "[before the start of training step] datetime: 2026-11-20 18:52:28"
 LOADED = "  successfully loaded checkpoint from runs/a at iteration 4"
+NO_LOSS = (
+    " [2026-11-20 18:52:28] iteration {:8d}/      50 | loss scale: 8.0 | tokens per second: 1471 |"
+)
 
 
 def write_log(path, *lines: tuple[int, float] | str, tail: str = ""):
@@ -65,6 +68,38 @@ LOGS = {
     "ours, every third step": (OURS, [BEGINS, (3, 2.5), (6, 1.0)], 2),
     "ours, gone on": (OURS, [LOADED, BEGINS, (6, 0.75), (7, 4.0)], 2),
     "without its beginning": ("", [(1, 3.0), (2, 2.5), (3, 2.5)], 3),
+    "every third step, of versions that print no first one": ("", [BEGINS, (3, 2.5), (6, 1.0)], 2),
+    "the end": ("", [(4, 1.75), (5, 1.0), (6, 0.5), (7, 4.0)], 2),
+    "ours, the end": (OURS, [(4, 2.0), (6, 0.75), (7, 4.0)], 2),
+    "a loss behind another rank's words": (
+        " [rank1]: UserWarning",
+        [(1, 3.0), (2, 2.5), (3, 2.5)],
+        3,
+    ),
+    "two jobs without their beginnings": (
+        "",
+        [(1, 9.0), (2, 9.0), (3, 9.0), (1, 3.0), (2, 2.5)],
+        2,
+    ),
+    # the second job goes on from step 4: what the first had behind it is no part of the run
+    "done again": (
+        "",
+        [
+            BEGINS,
+            (1, 3.0),
+            (2, 2.5),
+            (4, 2.0),
+            (6, 9.0),
+            (7, 9.0),
+            LOADED,
+            BEGINS,
+            (5, 1.0),
+            (6, 0.75),
+        ],
+        5,
+    ),
+    # what is printed while the loss scale falls has no loss
+    "ours, skipped": (OURS, [BEGINS, NO_LOSS.format(1), (2, 2.0), (3, 2.5)], 2),
 }
 
 
