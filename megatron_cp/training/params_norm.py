@@ -14,20 +14,22 @@ def params_norm(runner: Runner) -> float:
     """Returns the L2 norm of all parameters, each counted once. Collective: every rank calls it.
 
     Of 16-bit parameters the fp32 copies of the optimizer count, as in Megatron-LM: a norm's weight of 1.003 is 1 in
-    bf16. A distributed optimizer holds shards of them, and their squares are added up over its ranks.
+    bf16. A distributed optimizer holds shards of them, a layer-wise one (muon) those of its own parameters; their
+    squares are added up over its ranks.
     """
     zeros = torch.zeros(4, dtype=torch.float64, device=runner.device)
     dense, experts, dense_shards, expert_shards = zeros.unbind()
     # Transformer Engine's Adam keeps the copies to itself then. Megatron-LM leaves such parameters out.
     is_hidden = runner.config.arguments["use_precision_aware_optimizer"]
+    is_layer_wise = runner.config.optimizer.layer_wise_optimizer
     with whole_parameters(runner):
         for parameter in (one for chunk in runner.model for one in chunk.parameters()):
             if not _counts_here(parameter):
                 continue
             is_dense = getattr(parameter, "allreduce", True)
-            values, is_shard = (
-                (parameter.detach(), False) if is_hidden else _most_precise(parameter)
-            )
+            values, is_shard = parameter.detach(), False
+            if not is_hidden:
+                values, is_shard = _most_precise(parameter, is_layer_wise)
             whole, shards = (dense, dense_shards) if is_dense else (experts, expert_shards)
             (shards if is_shard else whole).add_(values.double().square().sum())
     of_replicas = parallel_state.get_data_parallel_group(
@@ -54,9 +56,10 @@ def _counts_here(parameter: torch.Tensor) -> bool:
     return bool(parallel_state.get_expert_tensor_parallel_rank() == 0)
 
 
-def _most_precise(parameter: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Returns (the fp32 copy of a parameter, or it itself where there is none; whether it is a shard)."""
+def _most_precise(parameter: torch.Tensor, is_layer_wise: bool) -> tuple[torch.Tensor, bool]:
+    """Returns (the fp32 copy of a parameter, or it itself where there is none; whether other ranks have the rest)."""
     main = getattr(parameter, "main_param", None)
-    if not getattr(parameter, "main_param_sharded", False):
+    is_owned = is_layer_wise and parameter.requires_grad and parameter.dtype == torch.bfloat16
+    if not (is_owned or getattr(parameter, "main_param_sharded", False)):
         return (parameter if main is None else main).detach(), False
     return (parameter.new_zeros(0) if main is None else main).detach(), True

@@ -1,5 +1,6 @@
 """The norm in the log counts every parameter once, in the precision that the optimizer keeps."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from tests.training import checkpoints as made
 COPY = 1.003
 """What every parameter's fp32 copy is set to; in bf16 it would be 1."""
 SHARDED = ("--use-distributed-optimizer",)
+LAYER_WISE = ("--bf16", "--global-batch-size", "2")
 EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "64")
 
 
@@ -26,6 +28,14 @@ def norm_of(rank, world_size, flags):
             if getattr(parameter, "main_param", None) is not None:
                 parameter.main_param.fill_(COPY)
         runner = SimpleNamespace(config=state.config, model=state.model, device=torch.device("cpu"))
+        if (
+            flags == LAYER_WISE
+        ):  # needs emerging-optimizers: a replica has copies of its own parameters alone
+            for place, parameter in enumerate(parameters):
+                if place % world_size != rank:
+                    del parameter.main_param
+            optimizer = dataclasses.replace(state.config.optimizer, layer_wise_optimizer=True)
+            runner.config = dataclasses.replace(state.config, optimizer=optimizer)
         return params_norm(runner), sum(one.numel() for one in parameters)
 
 
@@ -42,6 +52,7 @@ LAYOUTS = {
     "fp32": (1, ()),
     "bf16": (1, ("--bf16",)),
     "shards": (2, ("--bf16", *SHARDED)),
+    "layers of muon": (2, LAYER_WISE),
     "tensor ranks": (2, ("--bf16", "--tensor-model-parallel-size", "2")),
     "stages": (2, ("--bf16", *SHARDED, "--pipeline-model-parallel-size", "2")),
     "experts": (2, ("--bf16", *EXPERTS, *SHARDED, "--expert-model-parallel-size", "2")),
