@@ -21,6 +21,7 @@ from megatron_cp.mcore.documents import current_rule, find_documents
 from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
 from megatron_cp.mcore.indexer import set_loss_scale
 from megatron_cp.mcore.memory import save_as_wished
+from megatron_cp.mcore.mtp import mark_repeated_prediction
 from megatron_cp.mcore.rope import install_position_rotary
 from megatron_cp.mcore.sparse_settings import is_sparse
 from megatron_cp.mcore.validation import balances_samples
@@ -55,6 +56,8 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
                     _last_exchanged[:] = [(theirs, given[name])]
         _predict_as_configured(given)
         plain(*call.args, **call.kwargs)
+        if getattr(self, "mtp", None) is not None:
+            mark_repeated_prediction(self.mtp, given["config"])
         if _exchanges:
             setattr(self, _IS_OURS, True)
             _look_at_later_layers()

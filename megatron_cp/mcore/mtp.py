@@ -63,6 +63,17 @@ def mark_prediction(stack: torch.nn.Module, config: Any, number: int) -> None:
             module.num_calls = num_calls
 
 
+def mark_repeated_prediction(block: torch.nn.Module, config: Any) -> None:
+    """Tells the attention of a GPT's predictions how often a micro-batch calls it, where one layer makes them all.
+
+    Its routers know by themselves: Megatron has had such GPTs since 0.17.
+    """
+    if getattr(config, "mtp_use_repeated_layer", False):
+        for module in block.modules():
+            if getattr(module, "follows_plans", False) and hasattr(module, "num_calls"):
+                module.num_calls = config.mtp_num_layers
+
+
 def _following_plans(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps Megatron's `roll_tensor`, which stands for all but dispatched packs."""
 

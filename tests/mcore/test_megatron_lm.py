@@ -178,6 +178,9 @@ PREDICTIONS = {
     "own weights": [],
     "the same weights": ["--mtp-use-repeated-layer"],
     "per token": ["--calculate-per-token-loss"],
+    "the same weights, recomputed": shlex.split(
+        "--mtp-use-repeated-layer --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
 }
 
 
@@ -227,6 +230,7 @@ def test_hybrid_models_that_predict_give_the_losses_of_one_context_rank(
         ("cp2", "none", "per token"),
         ("tp2-cp2", "positions, no mask", "the same weights"),
         ("pp2-cp2", "none", "own weights"),
+        ("cp2", "positions, no mask", "the same weights, recomputed"),
         ("pp2-cp2", "positions, no mask", "per token"),
     ],
 )
