@@ -90,10 +90,8 @@ def _labels_rolled_where_the_loss_is(rank, world_size):
         from megatron_cp.mcore.batch import local_batch
         from megatron_cp.mcore.wrapping import without_hook
 
-        for module in (
-            multi_token_prediction,
-            gpt_model,
-        ):  # an earlier test may have put hooks here
+        # An earlier test may have put hooks here.
+        for module in (multi_token_prediction, gpt_model):
             for name in {"roll_tensor", "process_mtp_loss"} & vars(module).keys():
                 setattr(module, name, without_hook(getattr(module, name)))
         (stage,) = build_chunks(case, make_config(case))  # Megatron shares embeddings: both ranks

@@ -28,9 +28,7 @@ def norm_of(rank, world_size, flags):
             if getattr(parameter, "main_param", None) is not None:
                 parameter.main_param.fill_(COPY)
         runner = SimpleNamespace(config=state.config, model=state.model, device=torch.device("cpu"))
-        if (
-            flags == LAYER_WISE
-        ):  # needs emerging-optimizers: a replica has copies of its own parameters alone
+        if flags == LAYER_WISE:  # a replica has copies of its own parameters alone
             for place, parameter in enumerate(parameters):
                 if place % world_size != rank:
                     del parameter.main_param
