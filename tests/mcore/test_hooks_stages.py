@@ -99,7 +99,8 @@ def _labels_rolled_where_the_loss_is(rank, world_size):
             return None
         assert stage.post_process and len(stage.decoder.layers) == 0
         local = local_batch(make_planned(1), 0, "cpu")
-        rolled, _ = gpt_model.roll_tensor(local.labels, packed_seq_params=local.params)
+        roll = multi_token_prediction.roll_tensor
+        rolled, _ = roll(local.labels, packed_seq_params=local.params)
         return local.labels[0].numpy(), rolled[0].numpy()
 
 
