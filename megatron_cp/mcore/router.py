@@ -88,7 +88,7 @@ class ContextRouter(TopKRouter):
         return super().attach_and_log_load_balancing_loss(
             activation,
             aux_loss_coeff,
-            aux_loss,
+            aux_loss / getattr(self, "num_calls", 1),
             *args,
             valid_token_count=tokens * self._weight_of_tokens(),
             **kwargs,
@@ -104,25 +104,6 @@ class EqualWeightRouter(ContextRouter):
 
     num_calls = 1
     """How often a micro-batch calls it, in a prediction that is repeated; since 0.17 Megatron knows it."""
-
-    def attach_and_log_load_balancing_loss(
-        self,
-        activation: Tensor,
-        aux_loss_coeff: float,
-        aux_loss: Tensor,
-        *args: Any,
-        valid_token_count: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Returns `activation` with the loss attached, weighed by the tokens of all ranks."""
-        return super().attach_and_log_load_balancing_loss(
-            activation,
-            aux_loss_coeff,
-            aux_loss / self.num_calls,
-            *args,
-            valid_token_count=valid_token_count,
-            **kwargs,
-        )
 
     def _weight_of_tokens(self) -> int:
         """Returns how many ranks share the rows: Megatron multiplies by the tokens of this one."""
