@@ -96,8 +96,8 @@ def check_none_is_lost(num_rows: int, cp_size: int) -> None:
         "copied after Megatron's batch function (clone, cat, copy_), or the model does not run GPTModel.forward "
         "(another model class, --overlap-moe-expert-parallel-comm); give "
         "packed_seq_params=megatron_cp.mcore.params_of_batch(batch), of the batch as that function returned it, to "
-        "GPTModel.forward; where the program takes each document's zigzag rows from that function by itself "
-        "(Megatron-Bridge), say thd_split='per_document'; for rows that are no copy of that batch, call "
+        "GPTModel.forward; under Megatron-Bridge, whose own cut of a packed batch is each document zigzag, say "
+        "thd_split='per_document' (docs/frameworks.md); for rows that are no copy of that batch, call "
         "megatron_cp.mcore.forget_batch() before (a copy would lose its documents)"
     )
 
