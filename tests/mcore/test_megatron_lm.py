@@ -184,17 +184,17 @@ PREDICTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "documents", "kind"),
-    [
-        ("cp2", "positions, no mask", "own weights"),
-        ("cp2", "two samples", "per token"),
-        ("cp2", "none", "per token"),
-        ("tp2-cp2", "positions, no mask", "the same weights"),
-        ("pp2-cp2", "none", "own weights"),
-        ("pp2-cp2", "positions, no mask", "per token"),
-    ],
-)
+PREDICTING = [
+    ("cp2", "positions, no mask", "own weights"),
+    ("cp2", "two samples", "per token"),
+    ("cp2", "none", "per token"),
+    ("tp2-cp2", "positions, no mask", "the same weights"),
+    ("pp2-cp2", "none", "own weights"),
+    ("pp2-cp2", "positions, no mask", "per token"),
+]
+
+
+@pytest.mark.parametrize(("layout", "documents", "kind"), PREDICTING)
 def test_hybrid_models_that_predict_give_the_losses_of_one_context_rank(
     corpus, layout, documents, kind
 ):
@@ -224,15 +224,7 @@ def test_hybrid_models_that_predict_give_the_losses_of_one_context_rank(
 
 @pytest.mark.parametrize(
     ("layout", "documents", "kind"),
-    [
-        ("cp2", "positions, no mask", "own weights"),
-        ("cp2", "two samples", "per token"),
-        ("cp2", "none", "per token"),
-        ("tp2-cp2", "positions, no mask", "the same weights"),
-        ("pp2-cp2", "none", "own weights"),
-        ("cp2", "positions, no mask", "the same weights, recomputed"),
-        ("pp2-cp2", "positions, no mask", "per token"),
-    ],
+    [*PREDICTING, ("cp2", "positions, no mask", "the same weights, recomputed")],
 )
 def test_a_gpt_that_predicts_gives_the_losses_of_one_context_rank(corpus, layout, documents, kind):
     """Its program builds the predictions' layers, with Megatron's attention; the spec exchanges them."""

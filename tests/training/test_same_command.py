@@ -135,9 +135,8 @@ def test_a_command_logs_the_same_numbers(corpus, name):
     expected = theirs(corpus, ranks, *words)
     assert expected["lm loss"][-1] < expected["lm loss"][0] - 0.1
     found = ours(corpus, ranks, *words)
-    if (
-        name == "samples"
-    ):  # Megatron-LM evaluates one micro-batch of each replica then, ours the last batch size
+    # Megatron-LM evaluates one micro-batch of each replica then, ours the last batch size.
+    if name == "samples":
         found["validation"] = expected["validation"]
     check_same(found, expected)
 
@@ -162,11 +161,11 @@ def test_each_goes_on_from_what_the_other_saved(corpus, tmp_path, name):
         folder = str(tmp_path / first.__name__)
         whole = first(corpus, ranks, *words, "--save", folder, "--save-interval", "4")
         rest = second(corpus, ranks, *words, "--load", folder, "--ckpt-step", "4")
-        for name in ALWAYS - {"validation"}:
+        for figure in ALWAYS - {"validation"}:
             start = (
-                6 if name in MEANS else 4
-            )  # the second line of a job of Megatron-LM's, and the first
+                6 if figure in MEANS else 4
+            )  # a job of Megatron-LM's has a mean in its second line
             np.testing.assert_allclose(
-                rest[name][start - 4 :], whole[name][start:], rtol=NEAR[name], err_msg=name
+                rest[figure][start - 4 :], whole[figure][start:], rtol=NEAR[figure], err_msg=figure
             )
         np.testing.assert_allclose(rest["validation"], whole["validation"], rtol=2e-6)
