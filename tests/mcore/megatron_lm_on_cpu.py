@@ -8,6 +8,7 @@ start-up asks for CUDA in a few more places; they are answered here, for tests o
 
 import collections
 import functools
+import multiprocessing
 import os
 import runpy
 import sys
@@ -43,6 +44,15 @@ def answer_device_queries() -> None:
     cuda.utilization = cuda.temperature = cuda.power_draw = lambda *args, **kwargs: 0
 
 
+@functools.cache
+def write_results_queue(mode: str = "fork") -> object:
+    """Returns the queue of what writers of a checkpoint did.
+
+    A process that Megatron spawns for it would import the program anew, without these stand-ins.
+    """
+    return multiprocessing.get_context("fork").Manager().Queue()
+
+
 def prepare_megatron() -> None:
     """Replaces what compiles or draws random numbers at start-up.
 
@@ -51,13 +61,16 @@ def prepare_megatron() -> None:
     """
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.transformer.moe import moe_utils
 
     dataset_utils.compile_helpers = lambda: None
     if not hasattr(typing, "override"):  # newer checkouts are written for Python 3.12
         typing.override = typing_extensions.override
-    # A spawned process imports the program anew, without these stand-ins.
-    in_a_child = filesystem_async.get_write_results_queue
-    filesystem_async.get_write_results_queue = lambda mode="fork": in_a_child("fork")
+    for name in ("get_write_results_queue", "_get_write_results_queue"):  # since 0.17, and in 0.16
+        if hasattr(filesystem_async, name):
+            setattr(filesystem_async, name, write_results_queue)
+    # 0.16 asks for a function of Transformer Engine that it never imported.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     if "FUSED_ADAM" in os.environ:
         install_fused_adam()
     from megatron.training import initialize, training
