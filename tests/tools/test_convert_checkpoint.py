@@ -11,27 +11,32 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.faults.program import Outcome
 from tests.models.hugging_face.tiny_models import expected_logits, logits_of_folder, save_tiny
+from tests.programs import python_in_fork
 from tools import convert_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_tool(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), *map(str, words)],
+TOOL = ROOT / "tools" / "convert_checkpoint.py"
+
+
+def run_tool(*words: str | Path) -> Outcome:
+    return python_in_fork(TOOL, *words)
+
+
+def test_there_and_back_on_the_command_line(tmp_path: Path):
+    """There by a process of its own, as a reader starts it."""
+    source = save_tiny("llama3", tmp_path / "source")
+    words = ["--from", "hf", "--to", "megatron", "--load", source, "--save", tmp_path / "megatron"]
+    there = subprocess.run(
+        [sys.executable, *map(str, (TOOL, *words))],
         capture_output=True,
         text=True,
         timeout=110,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         check=False,
-    )
-
-
-def test_there_and_back_on_the_command_line(tmp_path: Path):
-    source = save_tiny("llama3", tmp_path / "source")
-    there = run_tool(
-        *("--from", "hf", "--to", "megatron"), "--load", source, "--save", tmp_path / "megatron"
     )
     assert there.returncode == 0, there.stderr
     (line,) = [line for line in there.stdout.splitlines() if line.startswith("flags of")]
@@ -44,7 +49,7 @@ def test_there_and_back_on_the_command_line(tmp_path: Path):
         *("--from", "megatron", "--to", "hf"), "--load", tmp_path / "megatron",
         *("--save", tmp_path / "back"),
     )  # fmt: skip
-    assert back.returncode == 0, back.stderr
+    assert back.code == 0, back.stderr
     assert "left behind: *._extra_state* (8)" in back.stdout
     assert "note:" not in back.stdout
     assert (
@@ -57,12 +62,12 @@ def test_a_checkpoint_that_says_nothing_of_its_run_is_told(tmp_path: Path):
     """Its tensors fit another epsilon as well, and are that model then."""
     source, root = save_tiny("llama3", tmp_path / "source"), tmp_path / "megatron"
     words = ("--from", "hf", "--to", "megatron", "--load", source, "--save", root)
-    assert run_tool(*words).returncode == 0
+    assert run_tool(*words).code == 0
     torch.save({"iteration": 0}, root / "iter_0000001" / "common.pt")
     config = root / "hugging_face" / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.01'))
     back = run_tool("--from", "megatron", "--to", "hf", "--load", root, "--save", tmp_path / "back")
-    assert back.returncode == 0, back.stderr
+    assert back.code == 0, back.stderr
     assert "note: the checkpoint holds no arguments of its run: config.json was" in back.stdout
     difference = logits_of_folder(tmp_path / "back") - expected_logits("llama3")
     assert difference.abs().max() > 1e-3
@@ -77,7 +82,7 @@ def test_a_refusal_is_one_line_per_reason_with_exit_code_2(tmp_path: Path):
     done = run_tool(
         *("--from", "hf", "--to", "megatron"), "--load", source, "--save", tmp_path / "megatron"
     )
-    assert done.returncode == 2
+    assert done.code == 2
     lines = done.stderr.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("convert_checkpoint.py: error: ") for line in lines)
@@ -93,22 +98,13 @@ def test_a_full_disk_is_one_line_and_nothing_is_left(tmp_path: Path, direction: 
         done = run_tool(
             *("--from", "hf", "--to", "megatron"), "--load", source, "--save", tmp_path / "megatron"
         )
-        assert done.returncode == 0, done.stderr
+        assert done.code == 0, done.stderr
         source = tmp_path / "megatron"
     before = sorted(tmp_path.iterdir())
     origin = "hf" if direction == "megatron" else "megatron"
-    tool = ROOT / "tools" / "convert_checkpoint.py"
-    words = [tool, "--from", origin, "--to", direction, "--load", source, "--save", target]
-    command = shlex.join([sys.executable, *map(str, words)])
-    done = subprocess.run(
-        ["bash", "-c", f"ulimit -f 40; exec {command}"],  # blocks of 1024 bytes
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert done.returncode == 2
+    words = ("--from", origin, "--to", direction, "--load", source, "--save", target)
+    done = python_in_fork(TOOL, *words, environment={"MAX_FILE_BYTES": "40960"})
+    assert done.code == 2
     of_torch = re.compile(r"B/s|^W\d{4} ")  # progress; a build for CUDA says that there is no GPU
     (line,) = [line for line in done.stderr.splitlines() if not of_torch.search(line)]
     assert line.startswith(f"convert_checkpoint.py: error: {target}")
