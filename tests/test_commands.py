@@ -135,14 +135,21 @@ import sys
 sys.path[:] = [path for path in sys.path if "site-packages" not in path]
 sys.path.insert(0, {root!r})
 sys.argv = ["-m", *{words!r}]
+sys.executable = {python!r}
 from megatron_cp.__main__ import main
 sys.exit(main())
 """
 
 
-def without_packages(*words):
-    """What a command says in an interpreter that has the standard library and our source, nothing else."""
-    program = ISOLATED.format(root=str(ROOT), words=list(words))
+def without_packages(folder, *words):
+    """What a command says in an interpreter that has the standard library and our source, nothing else.
+
+    So has each that it starts: by a script in `folder`.
+    """
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    program = ISOLATED.format(root=str(ROOT), words=list(words), python=str(python))
     return subprocess.run(
         [sys.executable, "-I", "-S", "-c", program],
         capture_output=True,
@@ -152,17 +159,17 @@ def without_packages(*words):
     )
 
 
-def test_doctor_works_without_any_package_and_says_what_is_missing():
-    done = without_packages("doctor")
+def test_doctor_works_without_any_package_and_says_what_is_missing(tmp_path):
+    done = without_packages(tmp_path, "doctor")
     assert done.returncode == 1 and done.stderr == f"doctor: {SLOW}\n"
     missing = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("NO")]
-    assert {"megatron-core", "numpy", "torch"} <= set(missing)
+    assert {"megatron-core", "numpy", "torch", "Megatron-Core", "gloo"} <= set(missing)
     assert "is not installed: pip install torch" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate", "report"])
-def test_other_commands_say_in_one_line_that_a_package_is_missing(command):
-    done = without_packages(command, "nowhere" if command == "report" else "--help")
+def test_other_commands_say_in_one_line_that_a_package_is_missing(tmp_path, command):
+    done = without_packages(tmp_path, command, "nowhere" if command == "report" else "--help")
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert "numpy is not installed" in line and "doctor says what is missing" in line
