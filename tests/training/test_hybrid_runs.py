@@ -25,7 +25,7 @@ from tests.training.commands import (
 pytestmark = pytest.mark.timeout(1800)
 
 # Whether a step is hybrid is decided by its plans; these are made in a fifth of the time of those of `auto`, with which
-# the plain model runs.
+# one layout runs, and the data of the bad step.
 FAST = ("--cp-planner", "per_document_zigzag")
 RUN = [
     *SMALL_RUN,
@@ -35,11 +35,13 @@ RUN = [
         "--eval-interval 2"
     ),
 ]
+# The weights that a run begins with, those after an update, and an evaluation of these.
+TWO = ("--train-iters", "2")
 CP2 = ("--context-parallel-size", "2")
 HYBRID = (*CP2, "--hybrid-context-parallel")
 SAVED = ("--save-interval", "1", "--save-retain-interval", "1", "--save")
 LAYOUTS = {
-    "packs joined": (*HYBRID, "--micro-batch-size", "2"),
+    "packs joined": (*HYBRID, *AUTO, "--micro-batch-size", "2"),
     "tensor ranks": ("--tensor-model-parallel-size", "2", "--hybrid-context-parallel"),
 }
 MODELS = {
@@ -66,7 +68,7 @@ def one(tmp_path_factory) -> Path:
 def hybrid(tmp_path_factory, topology) -> tuple[Path, str]:
     """The plain model in the hybrid layout, with checkpoints, and what was printed: one line, behind an evaluation."""
     folder = tmp_path_factory.mktemp("runs") / "hybrid"
-    flags = [*HYBRID, *AUTO, "--num-workers", "1", "--log-interval", "3"]
+    flags = [*HYBRID, "--num-workers", "1", "--log-interval", "3"]
     return folder, train(4, *RUN, *topology, *flags, *SAVED, str(folder))
 
 
@@ -78,7 +80,7 @@ def same_losses(found: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_losses_are_those_of_one_rank(tmp_path: Path, topology, model: str):
-    flags = [*RUN, *MODELS[model]]
+    flags = [*RUN, *TWO, *MODELS[model]]
     if model == "latent":
         flags.remove("--group-query-attention")
     train(1, *flags, "--run-dir", str(tmp_path / "one"))
@@ -117,7 +119,7 @@ def test_a_run_is_resumed_exactly_and_goes_on_in_the_other_layout(
     tmp_path: Path, topology, hybrid: tuple[Path, str]
 ):
     whole, _ = hybrid
-    flags = [*RUN, *AUTO, *topology, "--num-workers", "1"]
+    flags = [*RUN, *topology, "--num-workers", "1"]
     resumed = ["--load", str(whole), "--ckpt-step", "1"]
     train(4, *flags, *HYBRID, *resumed, "--run-dir", str(tmp_path / "same"))
     train(4, *flags, *CP2, *resumed, "--run-dir", str(tmp_path / "fixed"))
@@ -131,7 +133,7 @@ def test_a_run_is_resumed_exactly_and_goes_on_in_the_other_layout(
 def test_where_links_are_slow_the_run_is_that_of_fixed_groups_bit_by_bit(tmp_path: Path):
     """On the row of this machine short packs are not worth sending."""
     for name, flags in (("fixed", CP2), ("hybrid", HYBRID)):
-        train(4, *RUN, *flags, "--run-dir", str(tmp_path / name))
+        train(4, *RUN, *TWO, *flags, "--run-dir", str(tmp_path / name))
     assert set(metrics(tmp_path / "hybrid", "cp/is_hybrid").values()) == {0.0}
     for key in ("lm loss", "grad-norm", "lm loss validation"):
         assert metrics(tmp_path / "hybrid", key) == metrics(tmp_path / "fixed", key)
