@@ -44,7 +44,7 @@ def test_value_check_refuses_rows_that_are_not_written(monkeypatch):
         values.check_small(small, "cpu")
 
 
-@pytest.mark.parametrize("index", [4, 8])
+@pytest.mark.parametrize("index", [4, 6])
 def test_gradient_check_accepts_right_gradients(index):
     small = list(values.small_checks(quick=False))[index]
     with host_device():
@@ -52,7 +52,7 @@ def test_gradient_check_accepts_right_gradients(index):
 
 
 def test_gradient_check_refuses_wrong_gradients(monkeypatch):
-    small = list(values.small_checks(quick=False))[2]
+    small = list(values.small_checks(quick=False))[6]
     slopes = host_backward._slopes
     monkeypatch.setattr(host_backward, "_slopes", lambda *x: (slopes(*x)[0], 1.1 * slopes(*x)[1]))
     with host_device(), pytest.raises(AssertionError, match=r"dq .* outside its error budget"):
