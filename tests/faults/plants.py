@@ -259,3 +259,16 @@ def saves_as_transformer_engine(rank: int) -> None:
         return tensors, described
 
     dist_format._to_save = to_save
+
+
+def save_once(rank: int) -> None:
+    """No fault: the first checkpoint is written, and no later one, for runs that go on from its step."""
+    from megatron_cp.training.checkpoint.save import Saver
+
+    save = Saver.save
+
+    def save_first(saver: Saver, *, is_last: bool = False) -> None:
+        if saver.newest is None:
+            save(saver, is_last=is_last)
+
+    Saver.save = save_first

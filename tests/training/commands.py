@@ -72,13 +72,19 @@ def environment(folder: str) -> dict[str, str]:
     return {**kept, **ours, "TMPDIR": folder, "HOME": folder}
 
 
-def train(world_size: int, *flags: str) -> str:
+def train(world_size: int, *flags: str, plant: str = "") -> str:
     """The output of a run that must succeed, rank by rank; its ranks are forks of a warm process, without torchrun."""
-    wanted = Launch(flags, world_size, environment={"WANDB_MODE": "offline"})
+    wanted = Launch(flags, world_size, environment={"WANDB_MODE": "offline"}, plant=plant)
     (ranks,) = run_program([wanted])
     for rank in ranks:
         assert rank.code == 0, rank.stdout[-3000:] + rank.stderr[-6000:]
     return "".join(rank.stdout for rank in ranks)
+
+
+def train_and_save_first(world_size: int, folder: Path, *flags: str) -> str:
+    """As `train`, and the only checkpoint is that of step 1: others go on from it, and are held against later steps."""
+    saves = ("--save", str(folder), "--save-interval", "1")
+    return train(world_size, *flags, *saves, plant="tests.faults.plants.save_once")
 
 
 def stopped(world_size: int, *flags: str, code: int = 2) -> str:

@@ -16,6 +16,7 @@ from tests.training.commands import (
     check_goes_on,
     metrics,
     train,
+    train_and_save_first,
 )
 from tests.training.verdicts import parse, refusals
 
@@ -63,8 +64,7 @@ LAYOUTS = {  # ranks, flags
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
-    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *RUN, *EVALUATED, *EXPERTS, "--seq-length", "120", *flags)
+    train_and_save_first(1, folder, *RUN, *EVALUATED, *EXPERTS, "--seq-length", "120")
     return folder
 
 

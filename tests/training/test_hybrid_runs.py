@@ -20,6 +20,7 @@ from tests.training.commands import (
     even_topology,
     metrics,
     train,
+    train_and_save_first,
 )
 
 pytestmark = pytest.mark.timeout(1800)
@@ -39,7 +40,6 @@ RUN = [
 TWO = ("--train-iters", "2")
 CP2 = ("--context-parallel-size", "2")
 HYBRID = (*CP2, "--hybrid-context-parallel")
-SAVED = ("--save-interval", "1", "--save-retain-interval", "1", "--save")
 LAYOUTS = {
     "packs joined": (*HYBRID, *AUTO, "--micro-batch-size", "2"),
     "tensor ranks": ("--tensor-model-parallel-size", "2", "--hybrid-context-parallel"),
@@ -58,18 +58,18 @@ def topology(tmp_path_factory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> Path:
-    """The plain model on one rank, with checkpoints."""
+    """The plain model on one rank, with a checkpoint."""
     folder = tmp_path_factory.mktemp("runs") / "one"
-    train(1, *RUN, *SAVED, str(folder))
+    train_and_save_first(1, folder, *RUN)
     return folder
 
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory, topology) -> tuple[Path, str]:
-    """The plain model in the hybrid layout, with checkpoints, and what was printed: one line, behind an evaluation."""
+    """The plain model in the hybrid layout, with a checkpoint, and what was printed: one line, behind an evaluation."""
     folder = tmp_path_factory.mktemp("runs") / "hybrid"
     flags = [*HYBRID, "--num-workers", "1", "--log-interval", "3"]
-    return folder, train(4, *RUN, *topology, *flags, *SAVED, str(folder))
+    return folder, train_and_save_first(4, folder, *RUN, *topology, *flags)
 
 
 def same_losses(found: Path, expected: Path) -> None:

@@ -16,6 +16,7 @@ from tests.training.commands import (
     check_goes_on,
     metrics,
     train,
+    train_and_save_first,
 )
 
 pytestmark = pytest.mark.timeout(1800)
@@ -39,8 +40,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
-    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *RUN, *EVALUATED, *MODEL, *flags)
+    train_and_save_first(1, folder, *RUN, *EVALUATED, *MODEL)
     return folder
 
 
@@ -110,8 +110,7 @@ def runs(
 ) -> Iterator[tuple[dict[int, float], dict[int, float]]]:
     """Yields what a run goes on with at another layout (ranks, flags) from step 1, and what it had; for each key."""
     run = [*RUN, *shlex.split(flags)]
-    saves = f"--save {folder}/one --save-interval 1 --save-retain-interval 1"
-    train(first[0], *run, *first[1].split(), *saves.split())
+    train_and_save_first(first[0], folder / "one", *run, *first[1].split())
     resumes = f"--load {folder}/one --ckpt-step 1 --run-dir {folder}/on"
     train(second[0], *run, *second[1].split(), *resumes.split())
     for key in keys:

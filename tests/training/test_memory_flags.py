@@ -18,6 +18,7 @@ from tests.training.commands import (
     check_goes_on,
     metrics,
     train,
+    train_and_save_first,
 )
 from tests.training.verdicts import parse
 
@@ -45,8 +46,7 @@ def alone(tmp_path_factory):
     def run(model: str) -> Path:
         if model not in folders:
             folders[model] = folder = tmp_path_factory.mktemp("runs") / "alone"
-            saves = f"--save {folder} --save-interval 1 --save-retain-interval 1"
-            train(1, *RUNS[model], *STEPS, *saves.split())
+            train_and_save_first(1, folder, *RUNS[model], *STEPS)
         return folders[model]
 
     return run

@@ -18,6 +18,7 @@ from tests.training.commands import (
     check_goes_on,
     metrics,
     train,
+    train_and_save_first,
 )
 from tests.training.verdicts import refusals
 
@@ -54,8 +55,7 @@ def small_run() -> list[str]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
-    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *small_run(), *EVALUATED, *MODEL, *flags)
+    train_and_save_first(1, folder, *small_run(), *EVALUATED, *MODEL)
     return folder
 
 
@@ -90,8 +90,7 @@ LAYOUTS_OF_SHARED = {
 @pytest.fixture(scope="module")
 def alone_and_shared(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
-    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *small_run(), *EVALUATED, *MODEL, *SHARED.split(), *flags)
+    train_and_save_first(1, folder, *small_run(), *EVALUATED, *MODEL, *SHARED.split())
     return folder
 
 
