@@ -15,6 +15,7 @@ from tests.training.commands import (
     check_goes_on,
     metrics,
     train,
+    train_and_save_first,
 )
 from tests.training.verdicts import refusals
 
@@ -44,15 +45,13 @@ LAYOUTS = {  # ranks, flags
         "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method block "
         "--recompute-num-layers 1",
     ),
-    "replicas": (4, "--context-parallel-size 2"),
 }
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
-    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *SMALL_RUN, *THREE_STEPS, *EVALUATED, *MODEL, *flags)
+    train_and_save_first(1, folder, *SMALL_RUN, *THREE_STEPS, *EVALUATED, *MODEL)
     return folder
 
 
@@ -75,8 +74,7 @@ KIMI = shlex.split(
 @pytest.fixture(scope="module")
 def kimi_alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "alone"
-    flags = ["--save", str(folder), "--save-interval", "1", "--save-retain-interval", "1"]
-    train(1, *SMALL_RUN, *THREE_STEPS, *EVALUATED, *KIMI, *flags)
+    train_and_save_first(1, folder, *SMALL_RUN, *THREE_STEPS, *EVALUATED, *KIMI)
     return folder
 
 
