@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(400)
 RUN = shlex.split(
     "--mock-data --vocab-size 131 --seq-length 64 --num-workers 0 --micro-batch-size 1 "
     "--global-batch-size 2 --train-iters 1 --lr 1e-30 --weight-decay 0.0 --eval-iters 0 "
-    "--log-interval 1 --finetune --cp-planner zigzag"
+    "--log-interval 1 --finetune --cp-planner zigzag --no-wandb"
 )
 LAYOUTS = {
     "llama3": (2, ["--tensor-model-parallel-size", "2"]),
