@@ -14,6 +14,8 @@ SIZES = shlex.split(
     "--vocab-size 512 --seq-length 128 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --log-interval 1 "
     "--reset-attention-mask --reset-position-ids --cp-planner zigzag"
 )
+# Where it is not looked at, wandb mostly draws pictures of plans and reads which packages are installed.
+ALONE = (*SIZES, "--no-wandb")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -44,7 +46,7 @@ def newest(folder):
 def test_steps_before_a_token_that_no_vocabulary_has_are_saved_in_the_background_too(
     tmp_path, corpora
 ):
-    flags = [*MODEL, *SIZES, "--data-path", str(corpora / "early"), "--split", "100,0,0"]
+    flags = [*MODEL, *ALONE, "--data-path", str(corpora / "early"), "--split", "100,0,0"]
     flags += ["--train-iters", "60", "--eval-iters", "0", "--save", str(tmp_path), "--async-save"]
     ((rank,),) = run_program([Launch((*flags, "--num-workers", "0"))])
     step = int(ended(rank, 1).partition(": step ")[2].partition(":")[0])
@@ -54,7 +56,7 @@ def test_steps_before_a_token_that_no_vocabulary_has_are_saved_in_the_background
 
 @pytest.mark.parametrize("more", [[], ["--async-save"]], ids=["at once", "in the background"])
 def test_a_save_before_a_bad_step_is_completed(tmp_path, corpora, more):
-    flags = [*MODEL, *SIZES, "--data-path", str(corpora / "good"), "--split", "100,0,0"]
+    flags = [*MODEL, *ALONE, "--data-path", str(corpora / "good"), "--split", "100,0,0"]
     flags += ["--train-iters", "9", "--eval-iters", "0", "--save", str(tmp_path), *more]
     flags += ["--lr", "1e30", "--clip-grad", "0", "--save-interval", "1", "--num-workers", "0"]
     ((rank,),) = run_program([Launch(tuple(flags))])
@@ -63,7 +65,7 @@ def test_a_save_before_a_bad_step_is_completed(tmp_path, corpora, more):
 
 
 def test_a_token_that_ends_an_evaluation_is_one_line_after_a_save(tmp_path, corpora):
-    flags = [*MODEL, *SIZES, "--data-path", str(corpora / "late"), "--split", "80,20,0"]
+    flags = [*MODEL, *ALONE, "--data-path", str(corpora / "late"), "--split", "80,20,0"]
     flags += ["--train-iters", "20", "--eval-interval", "2", "--eval-iters", "9"]
     flags += ["--save", str(tmp_path), "--context-parallel-size", "2", "--num-workers", "0"]
     (ranks,) = run_program([Launch(tuple(flags), 2)])
@@ -74,7 +76,7 @@ def test_a_token_that_ends_an_evaluation_is_one_line_after_a_save(tmp_path, corp
 
 
 def test_a_worker_that_dies_is_one_line_after_a_save(tmp_path, corpora):
-    flags = [*MODEL, *SIZES, "--data-path", str(corpora / "good"), "--split", "100,0,0"]
+    flags = [*MODEL, *ALONE, "--data-path", str(corpora / "good"), "--split", "100,0,0"]
     flags += ["--train-iters", "20", "--eval-iters", "0", "--save", str(tmp_path)]
     launch = Launch((*flags, "--num-workers", "1"), plant="tests.faults.plants.a_worker_dies")
     ((rank,),) = run_program([launch])
