@@ -76,8 +76,10 @@ def check_against_definition(cp_size, cases):
             assert_within_budget(actual, plain[i], exact[i], label, size=size)
 
 
-@pytest.mark.parametrize("num_taps", [1, 2, 4, 7])
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
+# On eight ranks seven taps reach over whole shards.
+@pytest.mark.parametrize(
+    ("cp_size", "num_taps"), [(1, 4), (2, 1), (2, 7), (3, 2), (3, 7), (8, 1), (8, 4), (8, 7)]
+)
 def test_convolution_on_ranks_equals_its_definition(cp_size, num_taps):
     options = ((False, None), (True, "silu"))
     cases = [
