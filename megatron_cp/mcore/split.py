@@ -227,9 +227,10 @@ def check_mask_is_causal(
     fits = attention_mask.shape[-2] == rows.numel() and band[1] == 0
     if not fits or not bool((attention_mask.bool() == hidden).all()):
         raise NotImplementedError(
-            f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask; a "
-            "dense mask of another kind is not served here, and never ignored; a batch with documents "
-            "must pass the hooks of megatron_cp.mcore.hooks, which see it whole; in a loop of your own "
-            "give the mask as a plan in packed_seq_params"
+            f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask of this rank's rows; "
+            "a dense mask of another kind is not served here, and never ignored; pack samples that have padding (verl: "
+            "use_remove_padding, Megatron-SWIFT: padding_free); a batch with documents must pass the hooks of "
+            "megatron_cp.mcore.hooks, which see it whole; in a loop of your own give the mask as a plan in "
+            "packed_seq_params"
         )
     _checked_masks[attention_mask] = seen

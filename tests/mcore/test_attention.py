@@ -200,6 +200,8 @@ def _refusals(rank, world_size):
             "mask of a full layer",
             lambda: attention(q, k, v, causal, attn_mask_type=AttnMaskType.no_mask),
         )
+        is_padding = torch.arange(16) >= 12
+        note("mask of padding", lambda: attention(q, k, v, causal | is_padding))
         note("arbitrary", lambda: attention(q, k, v, None, attn_mask_type=AttnMaskType.arbitrary))
         note("bias", lambda: attention(q, k, v, None, attention_bias=torch.zeros(1)))
         note("variant", lambda: attention(q, k, v, None, x=torch.zeros(1)))
@@ -234,6 +236,7 @@ def test_what_cannot_be_honoured_is_refused_with_a_way_out():
         "document mask": "is not the causal mask",
         "mask changed after it was accepted": "is not the causal mask",
         "mask of a full layer": "is not the causal mask",
+        "mask of padding": "Megatron-SWIFT: padding_free",
         "arbitrary": "AttnMaskType.arbitrary",
         "bias": "attention_bias",
         "variant": "core attention was given x",
