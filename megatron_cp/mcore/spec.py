@@ -54,6 +54,7 @@ from megatron_cp.mcore.validation import check_engine, check_spec
 
 compat.check_megatron_version()
 compat.repair_megatron()
+program.check_builds_predictions(compat.megatron_version())
 hooks.install()
 # A block made from a layer spec takes its final norm from here. Without Transformer Engine that one
 # refuses sequence parallelism (apex: RMSNorm); ours builds the same norm where it does not.

@@ -228,6 +228,8 @@ def test_hybrid_models_that_predict_give_the_losses_of_one_context_rank(
 )
 def test_a_gpt_that_predicts_gives_the_losses_of_one_context_rank(corpus, layout, documents, kind):
     """Its program builds the predictions' layers, with Megatron's attention; the spec exchanges them."""
+    if minor_version() < 19:
+        pytest.skip("this Megatron-LM builds no predictions beside a spec")
     ranks, parallel = LAYOUTS[layout]
     flags = NO_MASK if documents == "none" else FLAGS[documents][0]
     run = [
