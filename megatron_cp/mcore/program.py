@@ -30,11 +30,8 @@ def check_builds_predictions(version: Version) -> None:
             `UnboundLocalError` (gpt_builders.py of 0.16.1, 0.17.1 and 0.18.2; run).
     """
     args = arguments()
-    patterns = (
-        "hybrid_layer_pattern",
-        "hybrid_override_pattern",
-    )  # these models have another builder
-    if version >= (0, 19) or any(getattr(args, name, None) for name in patterns):
+    of_hybrids = ("hybrid_layer_pattern", "hybrid_override_pattern")  # which another file builds
+    if version >= (0, 19) or any(getattr(args, name, None) for name in of_hybrids):
         return
     if getattr(args, "spec", None) and getattr(args, "mtp_num_layers", None):
         raise NotImplementedError(

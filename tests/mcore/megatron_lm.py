@@ -34,6 +34,12 @@ MODEL = shlex.split("""
     --no-bias-dropout-fusion --no-persist-layer-norm --eval-interval 1000 --eval-iters 1 --num-workers 0
 """)
 
+MAMBA = shlex.split("""
+    --normalization RMSNorm --disable-bias-linear --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 16
+    --mamba-num-heads 8 --position-embedding-type none
+""")
+HYBRID_SPEC = ["--spec", "megatron_cp.mcore.hybrid", "hybrid_stack_spec"]
+
 
 def write_documents(prefix: Path) -> Path:
     """Counting documents of 4 to 70 tokens, each closed by the end token; longer ones than a sample too."""

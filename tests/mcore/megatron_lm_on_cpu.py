@@ -45,8 +45,8 @@ def answer_device_queries() -> None:
 
 
 @functools.cache
-def write_results_queue(mode: str = "fork") -> object:
-    """Returns the queue of what writers of a checkpoint did.
+def queue_of_writers() -> object:
+    """Returns the queue in which writers of a checkpoint say what they did; there is one, as in Megatron.
 
     A process that Megatron spawns for it would import the program anew, without these stand-ins.
     """
@@ -68,7 +68,7 @@ def prepare_megatron() -> None:
         typing.override = typing_extensions.override
     for name in ("get_write_results_queue", "_get_write_results_queue"):  # since 0.17, and in 0.16
         if hasattr(filesystem_async, name):
-            setattr(filesystem_async, name, write_results_queue)
+            setattr(filesystem_async, name, lambda *mode: queue_of_writers())
     # 0.16 asks for a function of Transformer Engine that it never imported.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     if "FUSED_ADAM" in os.environ:

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from tests.mcore import megatron_lm
-from tests.mcore.megatron_lm import launched, minor_version, needs_megatron_lm, vocabulary
+from tests.mcore.megatron_lm import (
+    HYBRID_SPEC,
+    MAMBA,
+    launched,
+    minor_version,
+    needs_megatron_lm,
+    vocabulary,
+)
 
 pytestmark = needs_megatron_lm
 
@@ -120,10 +127,7 @@ def test_linear_layers_give_the_losses_of_one_context_rank(corpus, layout, docum
     np.testing.assert_allclose(found, expected, rtol=0, atol=6e-6)
 
 
-HYBRID = shlex.split("""
-    --normalization RMSNorm --disable-bias-linear --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 16
-    --mamba-num-heads 8 --position-embedding-type none --spec megatron_cp.mcore.hybrid hybrid_stack_spec
-""")
+HYBRID = [*MAMBA, *HYBRID_SPEC]
 
 
 @pytest.mark.parametrize("layout", ["cp2", "tp2-cp2", "pp2-cp2"])

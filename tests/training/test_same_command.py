@@ -14,6 +14,7 @@ import pytest
 from tests.mcore import megatron_lm
 from tests.mcore.megatron_lm import (
     EOD,
+    HYBRID_SPEC,
     launched,
     minor_version,
     needs_megatron_lm,
@@ -67,9 +68,7 @@ COMMANDS = {
     "tensor ranks": (2, "--tensor-model-parallel-size 2"),
 }  # fmt: skip
 # Of hybrid models both have the layers of our spec: those of Megatron-LM's need Transformer Engine.
-HYBRID = shlex.split("--spec megatron_cp.mcore.hybrid hybrid_stack_spec")
-MAMBA = "--normalization RMSNorm --disable-bias-linear --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 16 " \
-    "--mamba-num-heads 8 --position-embedding-type none"  # fmt: skip
+MAMBA = shlex.join(megatron_lm.MAMBA)
 HYBRIDS = {
     "predictions": (1, f"{MAMBA} --hybrid-layer-pattern M-M*/*-/*- --mtp-num-layers 2"),
     "experts": (1, f"{EXPERTS} --moe-router-load-balancing-type aux_loss --hybrid-layer-pattern *E*-"),
@@ -109,7 +108,7 @@ def theirs(corpus: Path, ranks: int, *flags: str) -> dict[str, np.ndarray]:
     """What Megatron-LM's program logs, with the optimizer that stands for Transformer Engine's in both."""
     program = "pretrain_gpt.py"
     if "--hybrid-layer-pattern" in flags:
-        program, flags = "pretrain_hybrid.py", (*flags, *HYBRID)
+        program, flags = "pretrain_hybrid.py", (*flags, *HYBRID_SPEC)
     cache = ["--data-cache-path", str(corpus.parent / "cache")]
     return logged(launched(ranks, corpus.parent, *flags, *cache, program=program, FUSED_ADAM="1"))
 
