@@ -36,6 +36,9 @@ class DuplicatedLinear(torch.nn.Linear):
             parameter.allreduce = True  # type: ignore[attr-defined]
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def reset_parameters(self) -> None:
+        """Draws nothing: `init_method` does, or a checkpoint is loaded."""
+
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         """Returns the output, and no bias to be added later."""
         return super().forward(x), None

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -42,13 +43,23 @@ def check_copies(model: Sequence[Any], optimizer: Any, before: Copies, folder: P
     """
     names = {id(x): name for chunk in unwrap_model(model) for name, x in chunk.named_parameters()}
     for parameter, own, copy in before + _copies_beside_model(optimizer):
-        wrong = int((copy.to(own) != own).sum())
+        wrong = _differing(own, copy)
         if wrong:
             raise ValueError(
                 f"{folder}: the optimizer goes on from other weights than the model's: {wrong:,} of {own.numel():,} "
                 f"values of {names.get(id(parameter), 'a parameter')} differ; give --no-load-optim, which takes the "
                 "model's weights and begins with new moments, or an earlier --ckpt-step"
             )
+
+
+def _differing(own: Tensor, copy: Tensor) -> int:
+    """Returns how many weights of a model are not their copies: rounded once, or first as the run that saved did."""
+    wrong = []
+    for dtype in (copy.dtype, torch.bfloat16, torch.float16):
+        wrong.append(int((copy.to(dtype).to(own) != own).sum()))
+        if not wrong[-1]:
+            break
+    return min(wrong)
 
 
 def _copies_beside_model(optimizer: Any) -> Copies:
