@@ -67,7 +67,7 @@ def test_experts_train_on_context_and_expert_parallel_ranks(tmp_path: Path):
 
 
 def on_one_rank_by_the_script(example: str, folder: Path) -> None:
-    said = run(example, folder.parent, *PLANNED_FAST, STEPS="3", CP="1", RUN_DIR=str(folder))
+    said = run(example, folder.parent, *PLANNED_FAST, STEPS="4", CP="1", RUN_DIR=str(folder))
     check_picture_and_next(said, folder)
 
 
@@ -88,12 +88,12 @@ def test_a_model_of_other_layers_trains_on_two_context_ranks_as_on_one(
     tmp_path: Path, example: str, run_on_one_rank: Callable[[str, Path], None]
 ):
     folders = [tmp_path / "2", tmp_path / "1"]
-    said = run(example, tmp_path, *PLANNED_FAST, STEPS="3", CP="2", RUN_DIR=str(folders[0]))
+    said = run(example, tmp_path, *PLANNED_FAST, STEPS="4", CP="2", RUN_DIR=str(folders[0]))
     check_picture_and_next(said, folders[0])
     run_on_one_rank(example, folders[1])
     losses = [metrics(folder) for folder in folders]
     assert losses[0] == pytest.approx(losses[1], rel=3e-6)
-    assert losses[0][3] < losses[0][1]
+    assert losses[0][4] < losses[0][1] - 0.02
 
 
 @pytest.fixture
