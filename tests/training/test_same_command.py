@@ -190,16 +190,9 @@ def test_a_command_in_16_bits_logs_nearly_the_same_numbers(corpus, name):
 @pytest.fixture(scope="module")
 def saved(corpus) -> Path:
     """A checkpoint of step 4 of Megatron-LM's, in the middle of its warm-up and decay."""
-    theirs(
-        corpus,
-        1,
-        *resumable(corpus),
-        "--save",
-        str(corpus.parent / "saved"),
-        "--save-interval",
-        "4",
-    )
-    return corpus.parent / "saved"
+    folder = corpus.parent / "saved"
+    theirs(corpus, 1, *resumable(corpus), "--save", str(folder), "--save-interval", "4")
+    return folder
 
 
 def resumable(corpus: Path) -> list[str]:
@@ -210,14 +203,8 @@ def resumable(corpus: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_checkpoint_is_gone_on_from_as_the_flags_say(corpus, saved, name):
-    words = (
-        *resumable(corpus),
-        "--load",
-        str(saved),
-        "--ckpt-step",
-        "4",
-        *shlex.split(RESUMED[name]),
-    )
+    load = ["--load", str(saved), "--ckpt-step", "4"]
+    words = [*resumable(corpus), *load, *shlex.split(RESUMED[name])]
     expected = theirs(corpus, 1, *words)
     assert expected["consumed samples"][0] == (2 if name == "anew" else 10)
     check_same(ours(corpus, 1, *words), expected)
