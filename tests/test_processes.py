@@ -1,5 +1,6 @@
 """What tests leave behind is found: orphans of every kind, and files in shared memory."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -29,38 +30,46 @@ def test_an_orphan_is_found(command, monkeypatch):
     processes.wait_until(lambda: pid not in processes.left_running(), "it still runs")
 
 
-def test_a_file_in_shared_memory_that_nobody_holds_is_found(monkeypatch):
-    before = processes.shared_memory()
-    file = Path("/dev/shm", f"psm_of_a_test_{os.getpid()}")
+@pytest.fixture
+def shared(tmp_path, monkeypatch) -> Path:
+    """A folder in the place of shared memory: tests beside this one look into, and clear, the real one."""
+    monkeypatch.setattr(processes, "_SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_a_file_in_shared_memory_that_nobody_holds_is_found(shared, monkeypatch):
+    file = shared / "psm_of_a_test"
     file.touch()
-    monkeypatch.setattr(processes, "HANG_SECONDS", 0.1)
     with file.open("rb"):
-        processes.check_nothing_is_left(before)  # somebody holds it
-    try:
-        with pytest.raises(AssertionError, match=file.name):
-            processes.check_nothing_is_left(before)
-    finally:
-        file.unlink()
-    processes.check_nothing_is_left(before)
+        processes.check_nothing_is_left(set())  # somebody holds it
+    _assert_it_is_found(file, monkeypatch)
+    processes.check_nothing_is_left({file.name})
 
 
-def test_a_semaphore_whose_maker_was_killed_inside_glibc_goes_once_nobody_holds_it(monkeypatch):
-    before = processes.shared_memory()
-    first, second = (
-        Path("/dev/shm", f"sem.{name}{os.getpid()}") for name in ("of_glibc_", "mp-of_a_test_")
-    )
+def test_a_semaphore_whose_maker_was_killed_inside_glibc_goes_once_nobody_holds_it(
+    shared, monkeypatch
+):
+    first, second = (shared / f"sem.{name}" for name in ("of_glibc", "mp-of_a_test"))
     first.touch()
     second.hardlink_to(first)
-    monkeypatch.setattr(processes, "HANG_SECONDS", 0.1)
-    try:
-        with second.open("rb"):
-            processes.check_nothing_is_left(before)
-            assert second.exists()  # its maker may be between the two names
-        processes.check_nothing_is_left(before)
-        assert not first.exists() and not second.exists()
-        second.touch()
-        with pytest.raises(AssertionError, match=second.name):
-            processes.check_nothing_is_left(before)
-    finally:
-        first.unlink(missing_ok=True)
-        second.unlink(missing_ok=True)
+    with second.open("rb"):
+        processes.check_nothing_is_left(set())
+        assert second.exists()  # its maker may be between the two names
+    processes.check_nothing_is_left(set())
+    assert not first.exists() and not second.exists()
+    second.touch()
+    _assert_it_is_found(second, monkeypatch)
+
+
+def _assert_it_is_found(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as impatient:
+        impatient.setattr(processes, "HANG_SECONDS", 0.1)
+        with pytest.raises(AssertionError, match=file.name):
+            processes.check_nothing_is_left(set())
+
+
+def test_shared_memory_is_where_semaphores_of_python_lie():
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    assert semaphore._semlock.name.removeprefix("/") in {
+        name.removeprefix("sem.") for name in processes.shared_memory()
+    }
