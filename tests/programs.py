@@ -3,6 +3,7 @@
 import os
 import resource
 import runpy
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -62,8 +63,7 @@ def become_python(rank: int) -> None:
 
 
 # What stands on a script's PATH in place of `python` and `torchrun`: asks the test, and does as it is told.
-_STAND_IN = """#!{python} -IS
-import sys
+_STAND_IN = """import sys
 from multiprocessing.connection import Client
 with Client({address!r}) as test:
     test.send([{name!r}, *sys.argv[1:]])
@@ -80,8 +80,9 @@ def script_on_forks(
     """Runs a shell script from the root; each `python` and `torchrun` of it is forks of the warm process."""
     address = str(folder / "test")
     for name in ("python", "torchrun"):
+        asks = [sys.executable, "-IS", "-c", _STAND_IN.format(address=address, name=name)]
         stand_in = folder / name
-        stand_in.write_text(_STAND_IN.format(python=sys.executable, address=address, name=name))
+        stand_in.write_text(f'#!/bin/sh\nexec {shlex.join(asks)} "$@"\n')  # a path may have blanks
         stand_in.chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     run = {"env": {**environment, "PATH": path}, "cwd": ROOT, "timeout": HANG_SECONDS}
