@@ -26,7 +26,8 @@ def main() -> None:
 
     config = parse_arguments()
 
-    from megatron_cp.mcore import compat, cpu
+    from megatron_cp.mcore import cpu
+    from megatron_cp.mcore.versions import compat
 
     compat.silence_known_warnings()
     cpu.install()  # before the first import of megatron.core; does nothing where there is a GPU

@@ -50,7 +50,8 @@ class Sample:
 
 def run_as_rank(flags: list[str]) -> None:
     """The program itself; its loader's workers are ended and started anew every `RESTART_EVERY` steps."""
-    from megatron_cp.mcore import compat, cpu
+    from megatron_cp.mcore import cpu
+    from megatron_cp.mcore.versions import compat
 
     compat.silence_known_warnings()
     cpu.install()  # before Megatron-Core, which the loop imports

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_cp.mcore import compat, cpu
+from megatron_cp.mcore import cpu
+from megatron_cp.mcore.versions import compat
 
 compat.silence_known_warnings()
 cpu.install()  # before megatron.core is imported; does nothing where there is a GPU

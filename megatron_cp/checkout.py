@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from megatron_cp.doctor import Finding
-from megatron_cp.mcore.hook_points import (
+from megatron_cp.mcore.versions.hook_points import (
     HOOK_POINTS,
     OLDEST,
     TESTED,

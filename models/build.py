@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_cp.mcore.memory import save_memory
+from megatron_cp.mcore.memory.save import save_memory
 from megatron_cp.models.gpt import Arguments, build_gpt
 from megatron_cp.models.hybrid import build_hybrid
 

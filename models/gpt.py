@@ -24,9 +24,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import init_method_normal
 
-from megatron_cp.mcore import compat, loss_fusion, rope_fusion, sparse_settings
-from megatron_cp.mcore.rope import install_position_rotary
+from megatron_cp.mcore.parts import loss_fusion, rope_fusion
+from megatron_cp.mcore.parts.rope import install_position_rotary
+from megatron_cp.mcore.settings import sparse_settings
 from megatron_cp.mcore.spec import gpt_block_spec, mtp_block_spec
+from megatron_cp.mcore.versions import compat
 
 Arguments = Mapping[str, Any]
 """Megatron-LM's arguments of a model by their names; what is absent or None has Megatron's default."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_cp.mcore import hybrid_classes
 from megatron_cp.mcore.hybrid import hybrid_stack_spec_of, prediction_parts
-from megatron_cp.mcore.hybrid_pattern import hybrid_layers
-from megatron_cp.mcore.rope import install_position_rotary
+from megatron_cp.mcore.parts.rope import install_position_rotary
+from megatron_cp.mcore.settings.hybrid_pattern import hybrid_layers
+from megatron_cp.mcore.versions import hybrid_classes
 from megatron_cp.models.gpt import Arguments, embedding_options
 
 _EMBEDDING = (

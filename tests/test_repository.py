@@ -87,7 +87,7 @@ def _dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 # The one unpickler: it names what it builds (tests/training/test_checkpoint_damage.py tries to get past it).
-_UNPICKLER = ROOT / "megatron_cp" / "mcore" / "safe_load.py"
+_UNPICKLER = ROOT / "megatron_cp" / "mcore" / "checkpoint" / "safe_load.py"
 
 
 def test_package_never_runs_data_as_code():

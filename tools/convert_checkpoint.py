@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Converts; returns the exit status."""
     arguments = parse_arguments(argv)
 
-    from megatron_cp.mcore import compat, cpu
+    from megatron_cp.mcore import cpu
+    from megatron_cp.mcore.versions import compat
 
     compat.silence_known_warnings()
     cpu.install()

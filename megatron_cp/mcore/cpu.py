@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from megatron_cp.mcore import triton_free
+from megatron_cp.mcore.versions import triton_free
 
 _CPU = torch.device("cpu")
 

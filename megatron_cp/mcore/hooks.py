@@ -35,18 +35,19 @@ from megatron.core.pipeline_parallel import schedules  # noqa: F401  its loss fu
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_cp.mcore import compat, hybrid_classes, layers, model_hooks, program
+from megatron_cp.mcore import layers, model_hooks
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.cut import Lengths, cut_batch, forget_batch
-from megatron_cp.mcore.documents import (
+from megatron_cp.mcore.documents.cut import Lengths, cut_batch, forget_batch
+from megatron_cp.mcore.documents.find import (
     DocumentRule,
     current_rule,
     find_documents,
     find_starts,
     lengths_of_starts,
 )
-from megatron_cp.mcore.hook_points import HOOK_POINTS, TESTED, HookPoint, dotted, mismatch
-from megatron_cp.mcore.wrapping import Wrap, hook_around, is_hook, put_hook, without_hook
+from megatron_cp.mcore.versions import compat, hybrid_classes, program
+from megatron_cp.mcore.versions.hook_points import HOOK_POINTS, TESTED, HookPoint, dotted, mismatch
+from megatron_cp.mcore.versions.wrapping import Wrap, hook_around, is_hook, put_hook, without_hook
 
 HYBRID_MODEL = hybrid_classes.hybrid_parts().model
 

@@ -22,14 +22,14 @@ from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from megatron_cp.mcore import compat, hybrid_classes
-from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
 from megatron_cp.mcore.hybrid_recompute import RecomputedStack
-from megatron_cp.mcore.mamba_mixer import ContextMambaMixer
-from megatron_cp.mcore.mtp import mark_prediction
-from megatron_cp.mcore.norm import LocalNorm
+from megatron_cp.mcore.mixing.mamba_mixer import ContextMambaMixer
+from megatron_cp.mcore.parts.mtp import mark_prediction
+from megatron_cp.mcore.parts.norm import LocalNorm
+from megatron_cp.mcore.settings.hybrid_pattern import hybrid_pattern
+from megatron_cp.mcore.settings.validation import check_spec
 from megatron_cp.mcore.spec import uses_transformer_engine, with_context_parallel
-from megatron_cp.mcore.validation import check_spec
+from megatron_cp.mcore.versions import compat, hybrid_classes
 
 _PARTS = hybrid_classes.hybrid_parts()
 _STACK = _PARTS.stack if _PARTS.recomputes else RecomputedStack

@@ -27,11 +27,12 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
-from megatron_cp.mcore import hybrid_classes, model_hooks
-from megatron_cp.mcore.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
-from megatron_cp.mcore.layer_calls import refuse_inference
-from megatron_cp.mcore.mtp import count_per_rank, mark_prediction
-from megatron_cp.mcore.wrapping import put_hook
+from megatron_cp.mcore import model_hooks
+from megatron_cp.mcore.mixing.layer_calls import refuse_inference
+from megatron_cp.mcore.parts.mtp import count_per_rank, mark_prediction
+from megatron_cp.mcore.settings.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
+from megatron_cp.mcore.versions import hybrid_classes
+from megatron_cp.mcore.versions.wrapping import put_hook
 
 _PARTS = hybrid_classes.hybrid_parts()
 _LAYERS = {

@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_cp.mcore import hybrid_classes
+from megatron_cp.mcore.versions import hybrid_classes
 
 _PARTS = hybrid_classes.hybrid_parts()
 

@@ -19,10 +19,15 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron_cp.config import CPConfig
 from megatron_cp.data.batch import PlanRequest, make_batch_plans
 from megatron_cp.mask import AttentionMask
-from megatron_cp.mcore.arguments import head_sizes, rows_multiple
-from megatron_cp.mcore.mixers import SOFTMAX, layer_mixers, linear_state_bytes, prediction_mixers
-from megatron_cp.mcore.mtp import install_order_roll
-from megatron_cp.mcore.sparse_settings import planner_of
+from megatron_cp.mcore.parts.mtp import install_order_roll
+from megatron_cp.mcore.settings.arguments import head_sizes, rows_multiple
+from megatron_cp.mcore.settings.mixers import (
+    SOFTMAX,
+    layer_mixers,
+    linear_state_bytes,
+    prediction_mixers,
+)
+from megatron_cp.mcore.settings.sparse_settings import planner_of
 from megatron_cp.plan import AttentionPlan
 
 _requests: set[PlanRequest] = set()

@@ -14,17 +14,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_cp.mcore import hybrid_classes, layers, rope_fusion
+from megatron_cp.mcore import layers
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.cut import params_of_documents, params_on
-from megatron_cp.mcore.documents import current_rule, find_documents
-from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
-from megatron_cp.mcore.indexer import set_loss_scale
-from megatron_cp.mcore.memory import save_as_wished
-from megatron_cp.mcore.mtp import mark_repeated_prediction
-from megatron_cp.mcore.rope import install_position_rotary
-from megatron_cp.mcore.sparse_settings import is_sparse
-from megatron_cp.mcore.validation import balances_samples
+from megatron_cp.mcore.documents.cut import params_of_documents, params_on
+from megatron_cp.mcore.documents.find import current_rule, find_documents
+from megatron_cp.mcore.memory.save import save_as_wished
+from megatron_cp.mcore.mixing.indexer import set_loss_scale
+from megatron_cp.mcore.parts import rope_fusion
+from megatron_cp.mcore.parts.mtp import mark_repeated_prediction
+from megatron_cp.mcore.parts.rope import install_position_rotary
+from megatron_cp.mcore.settings.hybrid_pattern import hybrid_pattern
+from megatron_cp.mcore.settings.sparse_settings import is_sparse
+from megatron_cp.mcore.settings.validation import balances_samples
+from megatron_cp.mcore.versions import hybrid_classes
 
 _LOOKED_AT = "_megatron_cp_looked_at"  # attribute of a model
 _exchanges: list[Callable[[Any], Any]] = []  # what becomes of the specs of every GPT: at most one

@@ -39,18 +39,20 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_cp.mcore import compat, hooks, layers, model_hooks, program, split
-from megatron_cp.mcore.attention import ContextParallelAttention
-from megatron_cp.mcore.fused_adam import install_fused_adam
-from megatron_cp.mcore.gated_delta_net import ContextGatedDeltaNet, gated_delta_net_layer
-from megatron_cp.mcore.kimi_delta import KimiDeltaAttention
-from megatron_cp.mcore.mamba_mixer import ContextMambaMixer
-from megatron_cp.mcore.mixers import KIMI_DELTA, linear_layers
-from megatron_cp.mcore.norm import MEGATRONS_OWN, LocalNorm
-from megatron_cp.mcore.router import ContextRouter, EqualWeightRouter
-from megatron_cp.mcore.sparse_latent import SparseCore, sparse_latent_layer
-from megatron_cp.mcore.sparse_settings import is_sparse
-from megatron_cp.mcore.validation import check_engine, check_spec
+from megatron_cp.mcore import hooks, layers, model_hooks
+from megatron_cp.mcore.checkpoint.fused_adam import install_fused_adam
+from megatron_cp.mcore.documents import split
+from megatron_cp.mcore.mixing.attention import ContextParallelAttention
+from megatron_cp.mcore.mixing.gated_delta_net import ContextGatedDeltaNet, gated_delta_net_layer
+from megatron_cp.mcore.mixing.kimi_delta import KimiDeltaAttention
+from megatron_cp.mcore.mixing.mamba_mixer import ContextMambaMixer
+from megatron_cp.mcore.mixing.sparse_latent import SparseCore, sparse_latent_layer
+from megatron_cp.mcore.parts.norm import MEGATRONS_OWN, LocalNorm
+from megatron_cp.mcore.parts.router import ContextRouter, EqualWeightRouter
+from megatron_cp.mcore.settings.mixers import KIMI_DELTA, linear_layers
+from megatron_cp.mcore.settings.sparse_settings import is_sparse
+from megatron_cp.mcore.settings.validation import check_engine, check_spec
+from megatron_cp.mcore.versions import compat, program
 
 compat.check_megatron_version()
 compat.repair_megatron()

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_cp.mcore.layer_patterns import layer_pattern
-from megatron_cp.mcore.mixers import SOFTMAX, layer_mixers, prediction_mixers
+from megatron_cp.mcore.settings.layer_patterns import layer_pattern
+from megatron_cp.mcore.settings.mixers import SOFTMAX, layer_mixers, prediction_mixers
 
 Windows = int | list[int] | None
 

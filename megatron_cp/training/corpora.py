@@ -27,7 +27,7 @@ from megatron_cp.data.indexed import token_dtype
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.sample_index import SamplePacker
 from megatron_cp.data.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
-from megatron_cp.mcore.gpt_dataset import GPTSamples, open_gpt_samples
+from megatron_cp.mcore.documents.gpt_dataset import GPTSamples, open_gpt_samples
 from megatron_cp.training.config import DataConfig, TrainConfig
 
 Split = Literal["train", "valid", "test"]

@@ -19,8 +19,8 @@ from megatron_cp.data.manifest import note_of_another_tokenizer
 from megatron_cp.data.one_epoch import OneEpoch, packs_of_all_tokens
 from megatron_cp.data.packing import Packer, PackingConfig, PackSource
 from megatron_cp.data.tokenizer import Tokenizer
-from megatron_cp.mcore.arguments import cp_config_from_arguments
-from megatron_cp.mcore.validation import check_padding
+from megatron_cp.mcore.settings.arguments import cp_config_from_arguments
+from megatron_cp.mcore.settings.validation import check_padding
 from megatron_cp.plan.hardware.speeds import check_rank_speeds
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import (

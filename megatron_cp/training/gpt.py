@@ -10,11 +10,11 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cp.data.batch import PlannedBatch
-from megatron_cp.mcore import compat
 from megatron_cp.mcore.batch import context_group, local_batch
 from megatron_cp.mcore.hybrid import hybrid_stack_spec_of
 from megatron_cp.mcore.loss import make_loss_function
-from megatron_cp.mcore.validation import check_spec, validate_config
+from megatron_cp.mcore.settings.validation import check_spec, validate_config
+from megatron_cp.mcore.versions import compat
 from megatron_cp.models.build import build_model
 from megatron_cp.models.gpt import Arguments, transformer_config
 from megatron_cp.training.config import TrainConfig

@@ -9,9 +9,9 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_cp.mcore.fused_adam import install_fused_adam
-from megatron_cp.mcore.optimizer import install_first_momentum
-from megatron_cp.mcore.parameter_groups import name_decoupled_groups
+from megatron_cp.mcore.checkpoint.fused_adam import install_fused_adam
+from megatron_cp.mcore.checkpoint.optimizer import install_first_momentum
+from megatron_cp.mcore.checkpoint.parameter_groups import name_decoupled_groups
 from megatron_cp.training.config import TrainConfig
 
 # Words of --exp-avg-dtype and the like; fp8 is kept as bytes.

@@ -26,7 +26,7 @@ from megatron_cp.data.batch_schedule import BatchSchedule
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.loggable_text import without_secrets
-from megatron_cp.mcore.arguments import head_sizes
+from megatron_cp.mcore.settings.arguments import head_sizes
 from megatron_cp.training import datasets, exit_signal
 from megatron_cp.training.arguments import build_parser
 from megatron_cp.training.bad_steps.attempt import LocalGradients

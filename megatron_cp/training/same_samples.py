@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.mcore.gpt_dataset import outside_process_groups
+from megatron_cp.mcore.documents.gpt_dataset import outside_process_groups
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.corpora import RunData, open_corpora
 

@@ -17,7 +17,7 @@ from megatron_cp.data.batch import PlannedBatch
 from megatron_cp.data.loader import PackedLoader
 from megatron_cp.data.worker import WorkerError
 from megatron_cp.mcore.loss import LOSS_NAME
-from megatron_cp.mcore.qk_clip import clip_qk, forget_logits
+from megatron_cp.mcore.parts.qk_clip import clip_qk, forget_logits
 from megatron_cp.training.bad_steps.attempt import Attempt, LocalGradients, Verdict
 from megatron_cp.training.config import TrainConfig
 from megatron_cp.training.logging.auxiliary import NO_LOSSES, AuxiliaryLosses, auxiliary_losses

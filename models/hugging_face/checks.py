@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_cp.mcore.mixers import linear_layers_of
+from megatron_cp.mcore.settings.mixers import linear_layers_of
 from megatron_cp.models.hugging_face.refusal import ConversionError, refuse
 from megatron_cp.models.hugging_face.rows import Piece, Source
 from megatron_cp.models.hugging_face.safetensors_folder import SafetensorsReader, Specs, TensorInfo

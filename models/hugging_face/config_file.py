@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.mcore.layer_patterns import PATTERNS, layer_pattern
+from megatron_cp.mcore.settings.layer_patterns import PATTERNS, layer_pattern
 from megatron_cp.models.hugging_face.families import FAMILIES
 from megatron_cp.models.hugging_face.family import Family
 from megatron_cp.models.hugging_face.refusal import ConversionError, listing, refuse

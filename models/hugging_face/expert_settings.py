@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_cp.mcore.layer_patterns import layer_pattern
+from megatron_cp.mcore.settings.layer_patterns import layer_pattern
 from megatron_cp.models.hugging_face.settings import Arguments, Config, Setting, negated, same
 
 NUM_EXPERTS = same("num_local_experts", "num_experts", "num_experts")

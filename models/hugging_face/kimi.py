@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_cp.mcore.layer_patterns import layer_pattern
+from megatron_cp.mcore.settings.layer_patterns import layer_pattern
 from megatron_cp.models.hugging_face import expert_settings as experts
 from megatron_cp.models.hugging_face import settings as s
 from megatron_cp.models.hugging_face import weights as w

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_cp.mcore.hybrid_pattern import EXPERTS, hybrid_layers
+from megatron_cp.mcore.settings.hybrid_pattern import EXPERTS, hybrid_layers
 from megatron_cp.models.hugging_face import expert_settings as experts
 from megatron_cp.models.hugging_face import settings as s
 from megatron_cp.models.hugging_face import weights as w

@@ -23,8 +23,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from megatron_cp.mcore.layer_patterns import expert_layers, has_mlps
-from megatron_cp.mcore.mixers import (
+from megatron_cp.mcore.settings.layer_patterns import expert_layers, has_mlps
+from megatron_cp.mcore.settings.mixers import (
     DELTA,
     KDA,
     MAMBA,
@@ -32,7 +32,7 @@ from megatron_cp.mcore.mixers import (
     layer_mixers_of,
     linear_layers_of,
 )
-from megatron_cp.mcore.sparse_settings import is_sparse, layers_that_pick
+from megatron_cp.mcore.settings.sparse_settings import is_sparse, layers_that_pick
 from megatron_cp.models.hugging_face.orders import Sizes
 from megatron_cp.models.hugging_face.sizes import Arguments, sizes_of
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_cp.mcore.layer_patterns import layer_pattern
-from megatron_cp.mcore.sparse_settings import layers_that_pick
+from megatron_cp.mcore.settings.layer_patterns import layer_pattern
+from megatron_cp.mcore.settings.sparse_settings import layers_that_pick
 
 Config = Mapping[str, Any]
 Arguments = dict[str, Any]

@@ -15,8 +15,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from megatron_cp.mcore.mixers import MAMBA_TAPS, linear_layers_of, mamba_sizes
-from megatron_cp.mcore.sparse_settings import is_sparse
+from megatron_cp.mcore.settings.mixers import MAMBA_TAPS, linear_layers_of, mamba_sizes
+from megatron_cp.mcore.settings.sparse_settings import is_sparse
 from megatron_cp.models.hugging_face.orders import Sizes
 
 Arguments = dict[str, Any]

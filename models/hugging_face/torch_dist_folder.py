@@ -41,9 +41,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_cp.mcore.checkpoint_objects import COMMON_FILE, read_common, short_files
-from megatron_cp.mcore.mixers import mamba_sizes
-from megatron_cp.mcore.safe_load import read_index
+from megatron_cp.mcore.checkpoint.checkpoint_objects import COMMON_FILE, read_common, short_files
+from megatron_cp.mcore.checkpoint.safe_load import read_index
+from megatron_cp.mcore.settings.mixers import mamba_sizes
 from megatron_cp.models.hugging_face.refusal import refuse
 from megatron_cp.models.hugging_face.rows import Piece
 

@@ -8,7 +8,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from megatron_cp.mcore import triton_free
+from megatron_cp.mcore.versions import triton_free
 from megatron_cp.processes import die_with_parent
 from tests.processes import HANG_SECONDS
 

@@ -108,7 +108,7 @@ _IMPORTED_LATE = (
     "megatron_cp.training.gpt",
     "megatron_cp.training.output",
     "megatron_cp.training.pretrain",
-    "megatron_cp.mcore.latent",
+    "megatron_cp.mcore.versions.latent",
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.dist_checkpointing.strategies.torch",
@@ -146,7 +146,8 @@ def _serve(calls: Connection) -> None:
     """Answers each call from a fork of its own, so that none leaves anything to the next."""
     gc.disable()  # what imports make stays
     sys.path.insert(0, str(ROOT))
-    from megatron_cp.mcore import compat, cpu
+    from megatron_cp.mcore import cpu
+    from megatron_cp.mcore.versions import compat
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session decides when we end
     compat.silence_known_warnings()

@@ -125,9 +125,9 @@ def _hybrid(case: Case) -> dict[str, object]:
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
-    from megatron_cp.mcore import hybrid_classes
     from megatron_cp.mcore.hybrid import hybrid_stack_spec, hybrid_stack_spec_of
     from megatron_cp.mcore.spec import with_context_parallel
+    from megatron_cp.mcore.versions import hybrid_classes
     from tests.mcore.test_mamba_mixer import LentNorm
 
     answers: dict[str, object] = {}

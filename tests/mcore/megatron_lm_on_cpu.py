@@ -21,7 +21,7 @@ import torch.distributed as dist
 import typing_extensions
 
 from megatron_cp.mcore import cpu
-from megatron_cp.mcore.fused_adam import install_fused_adam
+from megatron_cp.mcore.checkpoint.fused_adam import install_fused_adam
 
 
 def answer_device_queries() -> None:

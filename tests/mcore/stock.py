@@ -17,7 +17,8 @@ def stock_program(**flags):
     from tests.mcore.tiny_gpt import enter_megatron
 
     enter_megatron()
-    from megatron_cp.mcore import cut, hooks, layers
+    from megatron_cp.mcore import hooks, layers
+    from megatron_cp.mcore.documents import cut
 
     program = ModuleType("megatron.training.global_vars")
     program._GLOBAL_ARGS = SimpleNamespace(**({"micro_batch_size": 1, "seq_length": 128} | flags))

@@ -18,7 +18,7 @@ NUM_HEADS, NUM_GROUPS, HEAD_DIM = 4, 2, 16
 def make_attention(case: Case, **arguments):
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_cp.mcore.attention import ContextParallelAttention
+    from megatron_cp.mcore.mixing.attention import ContextParallelAttention
 
     settings = {
         "layer_number": 1,

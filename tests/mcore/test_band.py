@@ -20,7 +20,7 @@ def test_documents_in_megatrons_split_see_what_their_layers_window_says(mask_typ
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_cp import CPConfig
-    from megatron_cp.mcore.split import band_of, plan_of_split
+    from megatron_cp.mcore.documents.split import band_of, plan_of_split
 
     padded = [-(-n // (2 * CP)) * 2 * CP for n in LENGTHS]
     starts = tuple(np.cumsum([0, *padded]).tolist())

@@ -69,7 +69,7 @@ def _rolled(rank, world_size):
         from megatron.core.transformer import multi_token_prediction
 
         from megatron_cp.mcore.batch import local_batch
-        from megatron_cp.mcore.mtp import install_order_roll
+        from megatron_cp.mcore.parts.mtp import install_order_roll
 
         install_order_roll()
         install_order_roll()
@@ -117,7 +117,7 @@ def _rolled_sequence(rank, world_size, mask):
     with parallel_state(Case(cp=world_size)) as groups:
         from megatron.core.transformer import multi_token_prediction
 
-        from megatron_cp.mcore.mtp import count_per_rank, install_order_roll
+        from megatron_cp.mcore.parts.mtp import count_per_rank, install_order_roll
 
         install_order_roll()
         group = groups.get_context_parallel_group()
@@ -152,7 +152,7 @@ def _losses_of_predictions(rank, world_size, mask, dtype=torch.float32):
     with parallel_state(Case(cp=world_size)) as groups:
         from megatron.core.transformer import multi_token_prediction
 
-        from megatron_cp.mcore.mtp import install_order_roll
+        from megatron_cp.mcore.parts.mtp import install_order_roll
 
         def recorded(**given):
             return (
@@ -209,7 +209,7 @@ def _mtp_chunks(case, config):
         get_gpt_mtp_block_spec,
     )
 
-    from megatron_cp.mcore.rope import install_position_rotary
+    from megatron_cp.mcore.parts.rope import install_position_rotary
     from megatron_cp.mcore.spec import with_context_parallel
 
     spec = get_gpt_layer_local_spec()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from megatron_cp.mcore import compat
+from megatron_cp.mcore.versions import compat
 from tests.mcore.tiny_gpt import Case, build_chunks, make_config, parallel_state
 from tests.processes import HANG_SECONDS
 from tests.ranks import run_on_ranks

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp.mcore.documents import DocumentRule, find_documents, rule_from_arguments
+from megatron_cp.mcore.documents.find import DocumentRule, find_documents, rule_from_arguments
 
 EOD = 9
 samples = st.lists(st.integers(0, EOD), min_size=1, max_size=40)

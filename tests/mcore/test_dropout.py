@@ -19,7 +19,7 @@ def _seeds(rank, world_size, streams):
     with parallel_state(Case(tp=world_size)) as groups:
         from megatron.core import tensor_parallel
 
-        from megatron_cp.mcore.dropout import draw_head_seeds
+        from megatron_cp.mcore.parts.dropout import draw_head_seeds
 
         tracker, device = tensor_parallel.get_cuda_rng_tracker(), torch.device("cpu")
         asked = (NUM_HEADS // world_size, 3, groups.get_tensor_model_parallel_group(), device)
@@ -46,7 +46,7 @@ def test_a_head_has_its_seed_whichever_rank_holds_it(streams):
 
 def _two_samples(rank, world_size, dropout):
     with parallel_state(Case()):
-        from megatron_cp.mcore import attention as module
+        from megatron_cp.mcore.mixing import attention as module
 
         seeds = []
 

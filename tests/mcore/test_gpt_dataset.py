@@ -14,7 +14,7 @@ from megatron_cp.data.blend_sources import parse_blend
 from megatron_cp.data.indexed_writer import IndexedWriter
 from megatron_cp.data.loader import LoaderConfig, PackedLoader
 from megatron_cp.data.packing import PackingConfig
-from megatron_cp.mcore.gpt_dataset import GPTSamples, open_gpt_samples
+from megatron_cp.mcore.documents.gpt_dataset import GPTSamples, open_gpt_samples
 from tests.child import in_a_child
 from tests.data.corpora import write_corpus
 from tests.data.megatron_oracle import gpt_samples as asked_gpt_samples

@@ -358,20 +358,20 @@ def _versions(rank, world_size, found):
     enter_megatron()
     import logging
 
-    from megatron_cp.mcore import compat
+    from megatron_cp.mcore.versions import compat
 
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     plain, compat.megatron_version = compat.megatron_version, lambda: found
-    logging.getLogger("megatron_cp.mcore.compat").addHandler(handler)
+    logging.getLogger("megatron_cp.mcore.versions.compat").addHandler(handler)
     try:
         compat.check_megatron_version()
     except ImportError as error:
         lines.append(f"error: {error}")
     finally:
         compat.megatron_version = plain
-        logging.getLogger("megatron_cp.mcore.compat").removeHandler(handler)
+        logging.getLogger("megatron_cp.mcore.versions.compat").removeHandler(handler)
     return lines
 
 

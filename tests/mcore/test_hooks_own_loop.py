@@ -18,7 +18,7 @@ def _losses(rank, world_size):
     with stock_program() as program, parallel_state(case) as groups:
         del sys.modules[program.__name__]  # no program, no flags
 
-        from megatron_cp.mcore.cut import forget_batch, params_of_batch
+        from megatron_cp.mcore.documents.cut import forget_batch, params_of_batch
 
         try:
             model = Trainer(case, groups).chunks[0].eval()

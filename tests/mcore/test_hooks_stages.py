@@ -88,7 +88,7 @@ def _labels_rolled_where_the_loss_is(rank, world_size):
         from megatron.core.transformer import multi_token_prediction
 
         from megatron_cp.mcore.batch import local_batch
-        from megatron_cp.mcore.wrapping import without_hook
+        from megatron_cp.mcore.versions.wrapping import without_hook
 
         # An earlier test may have put hooks here.
         for module in (multi_token_prediction, gpt_model):

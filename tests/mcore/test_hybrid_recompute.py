@@ -75,7 +75,7 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less(recompute: tupl
 
 def _recomputes_by_itself(rank, world_size):
     with parallel_state(Case()):
-        from megatron_cp.mcore.hybrid_classes import hybrid_parts
+        from megatron_cp.mcore.versions.hybrid_classes import hybrid_parts
 
         return hybrid_parts().recomputes
 

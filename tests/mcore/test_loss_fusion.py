@@ -26,7 +26,7 @@ def drawn(scale):
 
 def _loss_and_gradient(rank, world_size, scale):
     enter_megatron()  # not compiled
-    from megatron_cp.mcore import loss_fusion
+    from megatron_cp.mcore.parts import loss_fusion
 
     logits, target, grad = drawn(scale)
     leaf = logits.chunk(world_size, -1)[rank].contiguous().requires_grad_()
@@ -96,7 +96,7 @@ def our_loss():
     enter_megatron()
     from megatron.core.models.common.language_module import language_module
 
-    from megatron_cp.mcore import loss_fusion
+    from megatron_cp.mcore.parts import loss_fusion
 
     before = language_module.fused_vocab_parallel_cross_entropy
     loss_fusion.install()
@@ -127,7 +127,7 @@ def _on_a_gpu(rank, world_size, flags):
     enter_megatron()
     from megatron.core.models.common.language_module import language_module
 
-    from megatron_cp.mcore import loss_fusion
+    from megatron_cp.mcore.parts import loss_fusion
     from megatron_cp.models.gpt import transformer_config
     from megatron_cp.models.presets import LLAMA3_8B
 

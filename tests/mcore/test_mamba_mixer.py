@@ -53,7 +53,7 @@ def build_mixer(case: Case, **options):
     from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    from megatron_cp.mcore.mamba_mixer import ContextMambaMixer
+    from megatron_cp.mcore.mixing.mamba_mixer import ContextMambaMixer
 
     config = config_of(case, **options)
     torch.manual_seed(7)
@@ -292,8 +292,8 @@ def said_of_megatrons_mixer(rank, world_size):
         from megatron.core.ssm import mamba_context_parallel
         from megatron.core.ssm import mamba_mixer as megatrons
 
-        from megatron_cp.mcore import hybrid_classes
         from megatron_cp.mcore.hybrid import hybrid_stack_spec_of
+        from megatron_cp.mcore.versions import hybrid_classes
 
         parts = hybrid_classes.hybrid_parts()
         config = config_of(Case())

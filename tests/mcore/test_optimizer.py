@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_cp.mcore.fused_adam import FusedAdam
-from megatron_cp.mcore.parameter_groups import groups_found_at_any_rate, name_decoupled_groups
+from megatron_cp.mcore.checkpoint.fused_adam import FusedAdam
+from megatron_cp.mcore.checkpoint.parameter_groups import (
+    groups_found_at_any_rate,
+    name_decoupled_groups,
+)
 from megatron_cp.training.checkpoint.writer import saving_in_this_process
 from tests.mcore.tiny_gpt import Case, Trainer, parallel_state
 from tests.ranks import run_on_ranks

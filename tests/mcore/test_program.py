@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_cp.mcore.program import check_builds_predictions
+from megatron_cp.mcore.versions.program import check_builds_predictions
 
 ASKED = {"spec": ["megatron_cp.mcore.spec", "gpt_layer_spec"], "mtp_num_layers": 1}
 

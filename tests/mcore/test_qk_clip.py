@@ -24,7 +24,7 @@ LATENT = {
 
 def _train(rank, world_size, case, clips, steps=3):
     """Returns losses, gradient norms, and the largest logit of each step."""
-    from megatron_cp.mcore.qk_clip import clip_qk
+    from megatron_cp.mcore.parts.qk_clip import clip_qk
 
     with parallel_state(case) as groups:
         trainer = Trainer(case, groups)
@@ -54,7 +54,7 @@ def test_clipped_training_is_the_same_for_every_context_size(options, packed):
 
 def _logits_of_a_step(rank, world_size, case):
     """Returns what the module kept for its first layer, and that of dense scores, over a step's micro-batches."""
-    from megatron_cp.mcore import attention
+    from megatron_cp.mcore.mixing import attention
 
     seen = []
     plain = attention.cp_attention
@@ -83,7 +83,7 @@ def test_what_is_kept_is_the_largest_dense_score_of_each_head_over_the_micro_bat
 
 def _clip_on_data_ranks(rank, world_size):
     """Returns the largest logit, what a layer is clipped by, and what it keeps, where ranks saw other samples."""
-    from megatron_cp.mcore.qk_clip import clip_qk
+    from megatron_cp.mcore.parts.qk_clip import clip_qk
 
     class Layer(torch.nn.Module):
         def __init__(self):

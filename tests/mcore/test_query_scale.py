@@ -11,7 +11,7 @@ CONFIG = SimpleNamespace(llama_4_scaling_beta=0.3, yarn_original_max_position_em
 
 def scaled_by(query: torch.Tensor, config: SimpleNamespace, **said: object) -> torch.Tensor:
     from megatron_cp.mcore.batch import ContextParallelParams  # after the stand-ins of conftest.py
-    from megatron_cp.mcore.query_scale import scaled_queries
+    from megatron_cp.mcore.parts.query_scale import scaled_queries
 
     return scaled_queries(query, config, ContextParallelParams(**said) if said else None)
 

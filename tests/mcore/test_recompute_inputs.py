@@ -47,7 +47,7 @@ def _train_from_the_host(rank, world_size, case):
         mock.patch.object(host_memory.Away, "back", back),
         parallel_state(case) as groups,
     ):
-        from megatron_cp.mcore.recompute_inputs import offload_recompute_inputs
+        from megatron_cp.mcore.memory.recompute_inputs import offload_recompute_inputs
 
         trainer = Trainer(case, groups)
         for chunk in trainer.chunks:
@@ -80,7 +80,7 @@ def _refused(rank, world_size, options):
     from types import SimpleNamespace
 
     config = make_config(Case().with_options(**options))
-    from megatron_cp.mcore.recompute_inputs import offload_recompute_inputs
+    from megatron_cp.mcore.memory.recompute_inputs import offload_recompute_inputs
 
     config.fp8 = "hybrid" if config.recompute_granularity == "full" else None
     config.overlap_moe_expert_parallel_comm = True

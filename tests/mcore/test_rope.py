@@ -25,7 +25,7 @@ def _angles(rank, world_size, kind, positions):
         )
 
         from megatron_cp.mcore.batch import ContextParallelParams
-        from megatron_cp.mcore.rope import install_position_rotary
+        from megatron_cp.mcore.parts.rope import install_position_rotary
 
         cls = YarnRotaryEmbedding if kind == "yarn" else RotaryEmbedding
         options = {"kv_channels": 16, "rotary_percent": 1.0, "use_cpu_initialization": True}
@@ -87,7 +87,7 @@ def _positions_of_dispatched_documents(rank, world_size):
 
         from megatron_cp.mask import packed
         from megatron_cp.mcore.batch import context_parallel_params
-        from megatron_cp.mcore.rope import install_position_rotary
+        from megatron_cp.mcore.parts.rope import install_position_rotary
         from megatron_cp.plan.placement.placement import per_document_zigzag
         from megatron_cp.plan.planner import CPConfig, plan_on_placement
 
@@ -117,7 +117,7 @@ def _without_positions(rank, world_size):
         )
 
         from megatron_cp.mcore.batch import ContextParallelParams
-        from megatron_cp.mcore.rope import install_position_rotary
+        from megatron_cp.mcore.parts.rope import install_position_rotary
 
         owner = torch.nn.Module()
         owner.rotary_pos_emb = MultimodalRotaryEmbedding(8, 1.0)
@@ -177,7 +177,7 @@ def _mla_config(case):
 def _mla_chunks(case, config):
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_cp.mcore.rope import install_position_rotary
+    from megatron_cp.mcore.parts.rope import install_position_rotary
     from megatron_cp.mcore.spec import gpt_block_spec
     from tests.mcore.tiny_gpt import SEQUENCE, VOCABULARY, fill_by_name
 

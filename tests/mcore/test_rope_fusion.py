@@ -21,7 +21,7 @@ def _rotations(rank, world_size, shape):
     enter_megatron()
     from megatron.core.models.common.embeddings import rope_utils
 
-    from megatron_cp.mcore import rope_fusion
+    from megatron_cp.mcore.parts import rope_fusion
 
     S, B, H, D, R, angle_B = shape
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +79,7 @@ def test_compiled_it_is_one_kernel_for_each_layout_of_the_tensor():
 
 
 def _train_fused(rank, world_size, case):
-    from megatron_cp.mcore import rope_fusion
+    from megatron_cp.mcore.parts import rope_fusion
 
     with parallel_state(case):
         from megatron.core.models.common.embeddings import rope_utils
@@ -109,7 +109,8 @@ def _on_a_gpu(rank, world_size, flags):
 
     from megatron.core.models.common.embeddings import rope_utils
 
-    from megatron_cp.mcore import model_hooks, rope_fusion
+    from megatron_cp.mcore import model_hooks
+    from megatron_cp.mcore.parts import rope_fusion
     from megatron_cp.models.gpt import transformer_config
     from megatron_cp.models.presets import LLAMA3_8B
 

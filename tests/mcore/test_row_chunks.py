@@ -31,7 +31,7 @@ def _of_rows(rows, first, second):
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 13, 40])
 @pytest.mark.parametrize("learned", [(True, True, True), (False, True, False), (True, False, True)])
 def test_values_and_gradients_are_those_of_all_rows_together(num_chunks, learned):
-    from megatron_cp.mcore.row_chunks import in_chunks
+    from megatron_cp.mcore.memory.row_chunks import in_chunks
 
     *tensors, grad = _a_layer(torch.float64, torch.Generator().manual_seed(0))
     plain = [
@@ -62,7 +62,7 @@ def test_values_and_gradients_are_those_of_all_rows_together(num_chunks, learned
 
 
 def test_rows_may_lie_along_another_dimension_of_the_result():
-    from megatron_cp.mcore.row_chunks import in_chunks
+    from megatron_cp.mcore.memory.row_chunks import in_chunks
 
     rows, weight, *_ = _a_layer(torch.float64, torch.Generator().manual_seed(1))
     rows.requires_grad_()
@@ -75,7 +75,7 @@ def test_rows_may_lie_along_another_dimension_of_the_result():
 
 
 def test_gradients_of_half_precision_weights_are_rounded_once():
-    from megatron_cp.mcore.row_chunks import in_chunks
+    from megatron_cp.mcore.memory.row_chunks import in_chunks
 
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(512, 1, 16, generator=generator).bfloat16()
@@ -94,7 +94,7 @@ def test_gradients_of_half_precision_weights_are_rounded_once():
 
 
 def test_weights_that_have_one_gradient_get_it_each():
-    from megatron_cp.mcore.row_chunks import in_chunks
+    from megatron_cp.mcore.memory.row_chunks import in_chunks
 
     rows, grad = torch.zeros(6, 1, 3), torch.randn(6, 1, 3)
     first, second = torch.zeros_like(rows[0], requires_grad=True), torch.zeros_like(rows[0])
@@ -105,7 +105,7 @@ def test_weights_that_have_one_gradient_get_it_each():
 
 
 def test_a_weight_that_was_changed_since_is_an_error():
-    from megatron_cp.mcore.row_chunks import in_chunks
+    from megatron_cp.mcore.memory.row_chunks import in_chunks
 
     rows, first, second, grad = _a_layer(torch.float64, torch.Generator().manual_seed(3))
     first.requires_grad_()
@@ -117,7 +117,7 @@ def test_a_weight_that_was_changed_since_is_an_error():
 
 
 def test_a_weight_that_is_not_given_is_an_error_and_its_gradient_not_lost():
-    from megatron_cp.mcore.row_chunks import in_chunks
+    from megatron_cp.mcore.memory.row_chunks import in_chunks
 
     rows, first, second, grad = _a_layer(torch.float64, torch.Generator().manual_seed(5))
     first.requires_grad_(), second.requires_grad_()
@@ -134,7 +134,7 @@ def test_a_weight_that_is_not_given_is_an_error_and_its_gradient_not_lost():
 
 
 def test_a_hook_on_a_weight_runs_once_on_its_whole_gradient():
-    from megatron_cp.mcore.row_chunks import in_chunks
+    from megatron_cp.mcore.memory.row_chunks import in_chunks
 
     rows, first, second, grad = _a_layer(torch.float64, torch.Generator().manual_seed(6))
     first.requires_grad_()
@@ -149,7 +149,7 @@ def test_a_hook_on_a_weight_runs_once_on_its_whole_gradient():
 
 
 def test_the_product_of_one_chunk_is_gone_when_the_next_is_made():
-    from megatron_cp.mcore.row_chunks import in_chunks
+    from megatron_cp.mcore.memory.row_chunks import in_chunks
 
     made, held = [], []
 
@@ -174,7 +174,7 @@ def test_the_product_of_one_chunk_is_gone_when_the_next_is_made():
 
 
 def test_a_gradient_that_the_layer_adds_to_its_buffer_itself_is_not_added_again():
-    from megatron_cp.mcore.row_chunks import in_chunks
+    from megatron_cp.mcore.memory.row_chunks import in_chunks
 
     class Fused(torch.autograd.Function):
         """As Megatron's linear layer under gradient_accumulation_fusion: what it returns is no gradient."""

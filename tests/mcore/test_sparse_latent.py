@@ -68,7 +68,7 @@ def build_layer(case: Case, layer_number=1, config=None, **later):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
 
-    from megatron_cp.mcore.rope import install_position_rotary
+    from megatron_cp.mcore.parts.rope import install_position_rotary
     from megatron_cp.mcore.spec import gpt_block_spec
 
     config = config or config_of(case, **later)
@@ -91,7 +91,7 @@ def build_layer(case: Case, layer_number=1, config=None, **later):
 def run_layer(rank, world_size, case: Case, planner: str, later=()):
     """(plan, output rows, gradient rows, weights, gradients of weights, the loss logged) of this rank."""
     with parallel_state(case):
-        from megatron_cp.mcore.indexer import IndexerLoss
+        from megatron_cp.mcore.mixing.indexer import IndexerLoss
 
         layer = build_layer(case, **dict(later))
         IndexerLoss.scale = IndexerLoss.total = None
@@ -340,7 +340,7 @@ def test_checkpoints_name_and_cut_tensors_as_megatrons():
 def test_what_sparse_attention_does_not_honour_is_refused_by_name(settings, words):
     from types import SimpleNamespace
 
-    from megatron_cp.mcore.sparse_settings import check_sparse
+    from megatron_cp.mcore.settings.sparse_settings import check_sparse
 
     good = {**OPTIONS, "softmax_type": "vanilla", "window_size": None, "num_layers": 4}
     check_sparse(SimpleNamespace(**good))

@@ -66,7 +66,7 @@ def test_recomputed_layers_take_the_picks_of_their_own_micro_batch(recomputed):
 
 def _refusals(rank, world_size):
     with parallel_state(Case()):
-        from megatron_cp.mcore.cut import forget_batch
+        from megatron_cp.mcore.documents.cut import forget_batch
 
         forget_batch()
         layers, (params, _) = layers_of(1), params_of(LENGTHS, 1, "auto")

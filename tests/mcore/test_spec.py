@@ -24,7 +24,7 @@ def _exchange(rank, world_size):
         from megatron.core.transformer.dot_product_attention import DotProductAttention
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-        from megatron_cp.mcore.attention import ContextParallelAttention
+        from megatron_cp.mcore.mixing.attention import ContextParallelAttention
         from megatron_cp.mcore.spec import with_context_parallel
 
         layer = get_gpt_layer_local_spec()
@@ -214,8 +214,8 @@ def _engines(rank, world_size):
 
     with parallel_state(Case()):
         from megatron_cp.mcore import spec as specs
-        from megatron_cp.mcore.norm import LocalNorm
-        from megatron_cp.mcore.validation import check_engine
+        from megatron_cp.mcore.parts.norm import LocalNorm
+        from megatron_cp.mcore.settings.validation import check_engine
 
         def model(**options):
             return _model(make_config(Case().with_options(**options)), specs.gpt_layer_spec)
@@ -248,7 +248,7 @@ def _engines(rank, world_size):
 def _check(**fields):
     from types import SimpleNamespace
 
-    from megatron_cp.mcore.validation import check_spec
+    from megatron_cp.mcore.settings.validation import check_spec
 
     check_spec(SimpleNamespace(transformer_impl="local", **fields))
 
@@ -294,7 +294,7 @@ def _norms(rank, world_size):
 
     import torch
 
-    from megatron_cp.mcore.norm import TorchNorm
+    from megatron_cp.mcore.parts.norm import TorchNorm
 
     def config(**changes):
         fields = {"normalization": "LayerNorm", "sequence_parallel": True, **changes}
@@ -329,7 +329,7 @@ def _norms_of_wide_rows(rank, world_size):
 
     import torch
 
-    from megatron_cp.mcore.norm import TorchNorm
+    from megatron_cp.mcore.parts.norm import TorchNorm
 
     x, same = torch.randn(3, 8), []
     for kind in ("LayerNorm", "RMSNorm"):

@@ -16,7 +16,7 @@ def packed(bounds):
 
 
 def documents(params):
-    from megatron_cp.mcore import split
+    from megatron_cp.mcore.documents import split
 
     return split.documents_of(params)[1]
 
@@ -49,7 +49,7 @@ def test_documents_are_those_of_the_tensors_as_they_are():
 def masks_of_inference(rank, world_size):
     """Whether a causal mask passes, and another is refused, where both are made in inference mode."""
     enter_megatron()
-    from megatron_cp.mcore import split
+    from megatron_cp.mcore.documents import split
 
     config = CPConfig(num_heads=1, num_kv_heads=1, head_dim=8)
     with torch.inference_mode():

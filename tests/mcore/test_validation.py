@@ -5,8 +5,11 @@ from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from megatron_cp.mcore.arguments import add_context_parallel_arguments, cp_config_from_arguments
-from megatron_cp.mcore.validation import check_samples, validate_arguments, validate_config
+from megatron_cp.mcore.settings.arguments import (
+    add_context_parallel_arguments,
+    cp_config_from_arguments,
+)
+from megatron_cp.mcore.settings.validation import check_samples, validate_arguments, validate_config
 
 GOOD_ARGUMENTS = {
     "tensor_model_parallel_size": 2,
@@ -137,7 +140,9 @@ def test_the_swap_in_and_the_loop_give_one_verdict_on_low_precision(
             return type(refusal).__name__
         return "accepted"
 
-    monkeypatch.setattr("megatron_cp.mcore.compat.has_transformer_engine", lambda: has_engine)
+    monkeypatch.setattr(
+        "megatron_cp.mcore.versions.compat.has_transformer_engine", lambda: has_engine
+    )
     config = {**GOOD_CONFIG, "transformer_impl": engine}
     arguments = {**GOOD_ARGUMENTS, "transformer_impl": engine}
     swap_in = verdict(validate_config, config)
@@ -164,7 +169,7 @@ def test_fusions_are_megatrons_on_cuda_where_their_kernels_are_and_off_on_a_cpu(
 ):
     import torch
 
-    from megatron_cp.mcore import compat
+    from megatron_cp.mcore.versions import compat
     from megatron_cp.models.gpt import fusions_of
     from megatron_cp.models.presets import GPT_125M, LLAMA3_8B
 

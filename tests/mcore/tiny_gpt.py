@@ -53,7 +53,8 @@ def enter_megatron() -> None:
 
     The poison looks at its caller; behind a stand-in it would take Megatron's calls for ours.
     """
-    from megatron_cp.mcore import compat, cpu
+    from megatron_cp.mcore import cpu
+    from megatron_cp.mcore.versions import compat
     from tests import conftest
 
     compat.silence_known_warnings()  # pytest puts its filters back around every test
@@ -182,7 +183,7 @@ def build_chunks(case: Case, config) -> list:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from megatron_cp.mcore.rope import install_position_rotary
+    from megatron_cp.mcore.parts.rope import install_position_rotary
     from megatron_cp.mcore.spec import gpt_block_spec, gpt_layer_spec
 
     chunks = []
@@ -254,7 +255,7 @@ class Trainer:
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        from megatron_cp.mcore.fused_adam import install_fused_adam
+        from megatron_cp.mcore.checkpoint.fused_adam import install_fused_adam
 
         install_fused_adam()
         self.case, self.groups = case, groups

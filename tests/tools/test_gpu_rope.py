@@ -7,7 +7,7 @@ from tests.ranks import run_on_ranks
 def _checked(rank, world_size, scale):
     """What the check says of our rotation times a factor."""
     enter_megatron()
-    from megatron_cp.mcore import rope_fusion
+    from megatron_cp.mcore.parts import rope_fusion
     from tools.gpu import rope
 
     right = rope_fusion.rotate

@@ -366,7 +366,7 @@ def test_every_file_is_read_by_one_rank(world_size: int):
 
 def indices_parsed(rank, world_size, folder):
     """The folders whose index is parsed while a rank loads."""
-    from megatron_cp.mcore import safe_load
+    from megatron_cp.mcore.checkpoint import safe_load
 
     parsed, parse = [], safe_load._parse_index
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_cp.errors import DamagedCheckpointError
-from megatron_cp.mcore import safe_load
+from megatron_cp.mcore.checkpoint import safe_load
 from megatron_cp.training.checkpoint import places
 
 PLACE = "torch.distributed.checkpoint.metadata"

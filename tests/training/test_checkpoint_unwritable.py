@@ -43,7 +43,7 @@ def places() -> dict:
     from megatron.core.dist_checkpointing import serialization
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from megatron_cp.mcore import compat
+    from megatron_cp.mcore.versions import compat
     from megatron_cp.training.checkpoint import files, legacy_format, writer
 
     of_common = [(*one, full_disk_says_torch) for one in compat.writers_of_common_state()]

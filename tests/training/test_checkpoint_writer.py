@@ -24,7 +24,7 @@ def save_twice_and_once_in_the_background(rank, world_size, folder):
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-        from megatron_cp.mcore.compat import background_options
+        from megatron_cp.mcore.versions.compat import background_options
 
         def sharded(number):
             value = torch.full((3,), float(number))

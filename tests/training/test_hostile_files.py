@@ -14,7 +14,7 @@ from megatron_cp.data.manifest import manifest_path
 from megatron_cp.data.supervision import supervision_path
 from megatron_cp.data.tokenizer import HuggingFaceTokenizer
 from megatron_cp.errors import DamagedCheckpointError
-from megatron_cp.mcore.gpt_dataset import GPTSamples, open_gpt_samples
+from megatron_cp.mcore.documents.gpt_dataset import GPTSamples, open_gpt_samples
 from megatron_cp.models.hugging_face.config_file import read_config
 from megatron_cp.models.hugging_face.safetensors_folder import INDEX, _read_index
 from megatron_cp.plan.hardware.topology import load_profile

@@ -14,7 +14,8 @@ def rates_of_steps(rank: int, world_size: int, flags: list[str], num_steps: int)
     """(learning rate, weight decay) after each step, on a rank that imports Megatron."""
     from types import SimpleNamespace
 
-    from megatron_cp.mcore import compat, cpu
+    from megatron_cp.mcore import cpu
+    from megatron_cp.mcore.versions import compat
 
     compat.silence_known_warnings()
     cpu.install()

@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 
-from megatron_cp.mcore import rope_fusion
+from megatron_cp.mcore.parts import rope_fusion
 from tools.gpu import measure
 
 DEVICE = "cuda"

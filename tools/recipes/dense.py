@@ -24,7 +24,7 @@ from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron_cp.data.batch import PlannedBatch
-from megatron_cp.mcore import compat
+from megatron_cp.mcore.versions import compat
 from megatron_cp.models.gpt import embedding_options, transformer_config
 from megatron_cp.training.config import TrainConfig
 

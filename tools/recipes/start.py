@@ -115,7 +115,8 @@ def _wait(running: dict[int, int]) -> int:
 
 def main() -> int:
     """Runs the jobs of standard input in turn."""
-    from megatron_cp.mcore import compat, cpu
+    from megatron_cp.mcore import cpu
+    from megatron_cp.mcore.versions import compat
 
     compat.silence_known_warnings()
     cpu.install()

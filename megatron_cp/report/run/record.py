@@ -20,7 +20,7 @@ from megatron_cp.config import CPConfig
 from megatron_cp.data.prompts import TextSample
 from megatron_cp.mask import AttentionMask, from_slices
 from megatron_cp.mask.interval import IntArray, to_indices
-from megatron_cp.mcore.arguments import cp_config_from_arguments
+from megatron_cp.mcore.settings.arguments import cp_config_from_arguments
 from megatron_cp.plan.hardware.speeds import rank_speeds
 from megatron_cp.report.figures.view import FloatArray, PackView, PlanView, kv_bytes
 from megatron_cp.report.run.texts import read_texts

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_cp.mcore.validation import SETTING_CHECKS
+from megatron_cp.mcore.settings.validation import SETTING_CHECKS
 from megatron_cp.training.arguments.experts import (
     check_expert_biases,
     check_expert_ranks,

@@ -1,6 +1,6 @@
 """Completes and checks experts, latent attention and multi-token prediction.
 
-What Megatron-Core or our attention cannot do with them is refused by `mcore/validation.py`, the same way for
+What Megatron-Core or our attention cannot do with them is refused by `mcore/settings/validation.py`, the same way for
 a swap-in. Each check yields its faults as `faults.py` describes.
 """
 

@@ -124,7 +124,8 @@ def take_checkpoint_arguments(given: Collection[str], args: Namespace) -> Iterat
 
 
 def _take_from(root: str, given: Collection[str], args: Namespace) -> Iterator[str]:
-    from megatron_cp.mcore import compat, cpu
+    from megatron_cp.mcore import cpu
+    from megatron_cp.mcore.versions import compat
 
     compat.silence_known_warnings()
     cpu.install()  # before the first import of megatron.core, whose types a checkpoint's arguments have

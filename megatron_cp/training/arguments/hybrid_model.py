@@ -1,7 +1,7 @@
 """Completes and checks a hybrid model: the pattern of its layers, and what Megatron-Core's stack of them does not do.
 
-Sizes of its mixers are checked by `mcore/mixers.py`, the same way for a swap-in. Each check yields its faults as
-`faults.py` describes.
+Sizes of its mixers are checked by `mcore/settings/mixers.py`, the same way for a swap-in. Each check yields its faults
+as `faults.py` describes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_cp.mcore.hybrid_pattern import EXPERTS, hybrid_pattern
+from megatron_cp.mcore.settings.hybrid_pattern import EXPERTS, hybrid_pattern
 from megatron_cp.training.arguments.faults import discard, require
 
 # Specs of Megatron-Core's own stack: ours computes the same, with our attention.

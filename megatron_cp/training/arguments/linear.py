@@ -1,6 +1,6 @@
 """Completes and checks layers of linear attention, and those that attend to keys picked by an index.
 
-What cannot be built from their sizes is refused by `mcore/mixers.py`, the same way for a swap-in. Each check
+What cannot be built from their sizes is refused by `mcore/settings/mixers.py`, the same way for a swap-in. Each check
 yields its faults as `faults.py` describes.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_cp.mcore.mixers import GATED_DELTA_NET, KIMI_DELTA
-from megatron_cp.mcore.sparse_settings import SPARSE
+from megatron_cp.mcore.settings.mixers import GATED_DELTA_NET, KIMI_DELTA
+from megatron_cp.mcore.settings.sparse_settings import SPARSE
 from megatron_cp.training.arguments.faults import discard, require
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from megatron_cp.mcore import compat
+from megatron_cp.mcore.versions import compat
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_context_parallel_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the Megatron floor (planner, backend, chunk size)."""
-    from megatron_cp.mcore.arguments import add_context_parallel_arguments
+    from megatron_cp.mcore.settings.arguments import add_context_parallel_arguments
 
     add_context_parallel_arguments(parser)
 

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_cp.mcore.sparse_settings import is_sparse
+from megatron_cp.mcore.settings.sparse_settings import is_sparse
 
 # Value without effect on anything, by attribute. Core's YaRN takes base and factors of its own alone.
 _NOT_BY_YARN: Mapping[str, Any] = {

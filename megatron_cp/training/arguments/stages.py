@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
-from megatron_cp.mcore.sparse_settings import is_sparse, layers_that_pick
+from megatron_cp.mcore.settings.sparse_settings import is_sparse, layers_that_pick
 from megatron_cp.training.arguments.faults import discard
 
 T = TypeVar("T")

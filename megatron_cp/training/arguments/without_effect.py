@@ -10,8 +10,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
-from megatron_cp.mcore.mixers import GATED_DELTA_NET, KIMI_DELTA
-from megatron_cp.mcore.sparse_settings import is_sparse
+from megatron_cp.mcore.settings.mixers import GATED_DELTA_NET, KIMI_DELTA
+from megatron_cp.mcore.settings.sparse_settings import is_sparse
 
 
 def _rotates(args: Namespace) -> bool:

@@ -24,13 +24,14 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_cp.mcore import compat, safe_load
-from megatron_cp.mcore.checkpoint_objects import (
+from megatron_cp.mcore.checkpoint import safe_load
+from megatron_cp.mcore.checkpoint.checkpoint_objects import (
     COMMON_KEY,
     object_bytes,
     places_of_objects,
     read_common,
 )
+from megatron_cp.mcore.versions import compat
 from megatron_cp.training.checkpoint import content, names
 from megatron_cp.training.checkpoint.background import BackgroundWrite, Results
 from megatron_cp.training.checkpoint.compare import Differences, Shape, compare

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError
-from megatron_cp.mcore.mixers import MAMBA, layer_mixers_of, linear_layers_of, mamba_sizes
-from megatron_cp.mcore.sparse_settings import is_sparse, layers_that_pick
+from megatron_cp.mcore.settings.mixers import MAMBA, layer_mixers_of, linear_layers_of, mamba_sizes
+from megatron_cp.mcore.settings.sparse_settings import is_sparse, layers_that_pick
 from megatron_cp.training.checkpoint import integrity
 from megatron_cp.training.whole_files import free_name, write_atomically, written_aside
 

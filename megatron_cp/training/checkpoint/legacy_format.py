@@ -14,8 +14,8 @@ from typing import IO, Any, cast
 import torch
 from megatron.core import parallel_state
 
-from megatron_cp.mcore.optimizer import parts_of
-from megatron_cp.mcore.safe_load import load_trusted_types
+from megatron_cp.mcore.checkpoint.optimizer import parts_of
+from megatron_cp.mcore.checkpoint.safe_load import load_trusted_types
 from megatron_cp.training.checkpoint import content as contents
 from megatron_cp.training.checkpoint import names
 from megatron_cp.training.checkpoint.compare import (

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.mcore.optimizer import adopt_parameter_steps
-from megatron_cp.mcore.parameter_groups import RATES, groups_found_at_any_rate
-from megatron_cp.mcore.safe_load import parsing_each_index_once, reading_safely
+from megatron_cp.mcore.checkpoint.optimizer import adopt_parameter_steps
+from megatron_cp.mcore.checkpoint.parameter_groups import RATES, groups_found_at_any_rate
+from megatron_cp.mcore.checkpoint.safe_load import parsing_each_index_once, reading_safely
 from megatron_cp.training.checkpoint import dist_format, files, formats, legacy_format
 from megatron_cp.training.checkpoint.choose import choose_checkpoint
 from megatron_cp.training.checkpoint.compare import another_optimizer

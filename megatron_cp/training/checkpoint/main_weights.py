@@ -2,7 +2,8 @@
 
 An optimizer in mixed precision has float32 copies of its own, and the first step writes them over the model; a sharded
 one in float32 writes them while it loads. Copies of other weights train another model, without a word: a checkpoint
-whose model was exchanged, or one whose optimizer was saved shifted (Megatron-Core before 0.20, mcore/optimizer.py).
+whose model was exchanged, or one whose optimizer was saved shifted (Megatron-Core before 0.20, see
+mcore/checkpoint/optimizer.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_cp.mcore.optimizer import parts_of
+from megatron_cp.mcore.checkpoint.optimizer import parts_of
 
 Copies = list[tuple[Tensor, Tensor, Tensor]]
 """(parameter, what the model holds of it, what the optimizer goes on from)."""

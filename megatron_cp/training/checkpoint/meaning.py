@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_cp.mcore.layer_patterns import PATTERNS, layer_pattern
-from megatron_cp.mcore.mixers import DELTA, KDA, MAMBA, layer_mixers_of
+from megatron_cp.mcore.settings.layer_patterns import PATTERNS, layer_pattern
+from megatron_cp.mcore.settings.mixers import DELTA, KDA, MAMBA, layer_mixers_of
 
 # Argument -> its flag, where that is not the name with dashes.
 _ARGUMENTS = {

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_cp.mcore.optimizer import parts_of
-from megatron_cp.mcore.parameter_groups import is_decoupled
+from megatron_cp.mcore.checkpoint.optimizer import parts_of
+from megatron_cp.mcore.checkpoint.parameter_groups import is_decoupled
 from megatron_cp.training.checkpoint.compare import another_optimizer
 
 # What tells groups apart; whether a group holds experts goes with the layout.

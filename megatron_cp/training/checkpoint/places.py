@@ -13,8 +13,12 @@ import zipfile
 from pathlib import Path
 
 from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError, unreadable
-from megatron_cp.mcore import safe_load
-from megatron_cp.mcore.checkpoint_objects import COMMON_FILE, holds_common_file, short_files
+from megatron_cp.mcore.checkpoint import safe_load
+from megatron_cp.mcore.checkpoint.checkpoint_objects import (
+    COMMON_FILE,
+    holds_common_file,
+    short_files,
+)
 from megatron_cp.training.checkpoint import formats
 
 _PLAIN_PICKLE = b"\x80"  # torch before 1.6 wrote them; `safe_load` judges what it reads

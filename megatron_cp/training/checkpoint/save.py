@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_cp.mcore.optimizer import fill_missing_state
+from megatron_cp.mcore.checkpoint.optimizer import fill_missing_state
 from megatron_cp.training.checkpoint import dist_format, files, legacy_format
 from megatron_cp.training.checkpoint.background import BackgroundWrite
 from megatron_cp.training.checkpoint.state import first_line, manifest_of

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.errors import DamagedCheckpointError
-from megatron_cp.mcore.checkpoint_objects import read_common
-from megatron_cp.mcore.safe_load import load_trusted_types, read_index
+from megatron_cp.mcore.checkpoint.checkpoint_objects import read_common
+from megatron_cp.mcore.checkpoint.safe_load import load_trusted_types, read_index
 from megatron_cp.training.checkpoint import choose, formats
 
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from megatron_cp.mcore import compat
+from megatron_cp.mcore.versions import compat
 from megatron_cp.processes import die_with_parent
 from megatron_cp.training.checkpoint.integrity import HashedFile
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron_cp.mcore import compat
-from megatron_cp.mcore.indexer import take_indexer_loss
-from megatron_cp.mcore.layer_patterns import expert_layers, experts_of_predictions
-from megatron_cp.mcore.sparse_settings import is_sparse, num_indexes
+from megatron_cp.mcore.mixing.indexer import take_indexer_loss
+from megatron_cp.mcore.settings.layer_patterns import expert_layers, experts_of_predictions
+from megatron_cp.mcore.settings.sparse_settings import is_sparse, num_indexes
+from megatron_cp.mcore.versions import compat
 from megatron_cp.training.config import TrainConfig
 
 _NAMES = {

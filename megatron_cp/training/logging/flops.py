@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_cp.mcore.arguments import head_sizes
-from megatron_cp.mcore.hybrid_pattern import hybrid_pattern
-from megatron_cp.mcore.layer_patterns import expert_layers, has_mlps
-from megatron_cp.mcore.mixers import (
+from megatron_cp.mcore.settings.arguments import head_sizes
+from megatron_cp.mcore.settings.hybrid_pattern import hybrid_pattern
+from megatron_cp.mcore.settings.layer_patterns import expert_layers, has_mlps
+from megatron_cp.mcore.settings.mixers import (
     DELTA,
     KDA,
     MAMBA,
@@ -31,7 +31,7 @@ from megatron_cp.mcore.mixers import (
     layer_mixers_of,
     mamba_sizes,
 )
-from megatron_cp.mcore.sparse_settings import is_sparse, num_indexes
+from megatron_cp.mcore.settings.sparse_settings import is_sparse, num_indexes
 
 _PASSES = 3  # forward, and backward with respect to the inputs and to the weights
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_cp.mcore.optimizer import parts_of
+from megatron_cp.mcore.checkpoint.optimizer import parts_of
 from megatron_cp.training.config import TrainConfig
 
 _SENDS = (

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from megatron_cp.mcore import compat
+from megatron_cp.mcore.versions import compat
 
 MEGATRONS_OWN: tuple[type, ...] = (WrappedTorchNorm, FusedLayerNorm)
 """The norms of Megatron's local specs; the second is apex's, for LayerNorm alone."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_cp.mcore.wrapping import put_hook
+from megatron_cp.mcore.versions.wrapping import put_hook
 
 
 def install_first_momentum(optimizer: Any) -> None:

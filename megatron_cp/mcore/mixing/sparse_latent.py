@@ -34,10 +34,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_cp.api import cp_sparse_attention
 from megatron_cp.mcore import layers
-from megatron_cp.mcore.indexer import Indexer, attach_indexer_loss, rotated
-from megatron_cp.mcore.layer_calls import refuse_inference, weight_of
-from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of, prepare_layer
-from megatron_cp.mcore.sparse_settings import layers_that_pick
+from megatron_cp.mcore.documents.micro_batch import PlanFinder, Rows, group_of, prepare_layer
+from megatron_cp.mcore.mixing.indexer import Indexer, attach_indexer_loss, rotated
+from megatron_cp.mcore.mixing.layer_calls import refuse_inference, weight_of
+from megatron_cp.mcore.settings.sparse_settings import layers_that_pick
 from megatron_cp.runtime.sparse_attention import PickedKeys, SparseResult
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_cp.mcore.hybrid_pattern import EXPERTS, MLP, hybrid_layers, hybrid_pattern
+from megatron_cp.mcore.settings.hybrid_pattern import EXPERTS, MLP, hybrid_layers, hybrid_pattern
 
 _OF_KIND: dict[str, Callable[[int, int], bool]] = {
     "window_attn_skip_freq": lambda layer, every: layer % every != 0,

@@ -30,11 +30,12 @@ from megatron.core.transformer.utils import (
 
 from megatron_cp.api import cp_attention
 from megatron_cp.attn.dropout import check_rate
-from megatron_cp.mcore import layers, split
+from megatron_cp.mcore import layers
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.dropout import draw_head_seeds
-from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of, prepare_layer
-from megatron_cp.mcore.query_scale import scaled_queries
+from megatron_cp.mcore.documents import split
+from megatron_cp.mcore.documents.micro_batch import PlanFinder, Rows, group_of, prepare_layer
+from megatron_cp.mcore.parts.dropout import draw_head_seeds
+from megatron_cp.mcore.parts.query_scale import scaled_queries
 from megatron_cp.runtime.checkpoint import AttentionTape
 
 

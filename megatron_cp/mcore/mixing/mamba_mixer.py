@@ -30,10 +30,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_cp.api import cp_causal_conv1d, cp_linear_attention
 from megatron_cp.mcore import layers
-from megatron_cp.mcore.layer_calls import refuse_inference, weight_of
-from megatron_cp.mcore.micro_batch import PlanFinder, prepare_layer
-from megatron_cp.mcore.mixers import MAMBA_TAPS, mamba_sizes
-from megatron_cp.mcore.recurrence import Recurrence, Stream, split_over_tensor_ranks
+from megatron_cp.mcore.documents.micro_batch import PlanFinder, prepare_layer
+from megatron_cp.mcore.mixing.layer_calls import refuse_inference, weight_of
+from megatron_cp.mcore.mixing.recurrence import Recurrence, Stream, split_over_tensor_ranks
+from megatron_cp.mcore.settings.mixers import MAMBA_TAPS, mamba_sizes
 
 _IN_PROJ = ("z", "x", "B", "C", "dt")
 _CHANNELS = ("x", "B", "C")

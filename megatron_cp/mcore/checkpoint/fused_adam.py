@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_cp.mcore import compat
-from megatron_cp.mcore.optimizer import repair_padded_buckets
+from megatron_cp.mcore.checkpoint.optimizer import repair_padded_buckets
+from megatron_cp.mcore.versions import compat
 
 
 class FusedAdam(torch.optim.Optimizer):

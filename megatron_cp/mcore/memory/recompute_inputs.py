@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_cp.mcore.wrapping import put_hook
+from megatron_cp.mcore.versions.wrapping import put_hook
 from megatron_cp.runtime import host_memory
 
 

@@ -13,9 +13,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megatron_cp.mcore import hybrid_pattern
-from megatron_cp.mcore.layer_patterns import layer_pattern
-from megatron_cp.mcore.sparse_settings import SPARSE, check_sparse
+from megatron_cp.mcore.settings import hybrid_pattern
+from megatron_cp.mcore.settings.layer_patterns import layer_pattern
+from megatron_cp.mcore.settings.sparse_settings import SPARSE, check_sparse
 
 GATED_DELTA_NET = ("gated_delta_net", "gdn")
 """Names of one kind of linear attention; the second is that of Megatron-Core 0.20."""

@@ -20,10 +20,11 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_cp.attn.eager import eager
 from megatron_cp.config import CPConfig
-from megatron_cp.mcore import cut, layers, split
+from megatron_cp.mcore import layers
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.mtp import install_order_roll
-from megatron_cp.mcore.validation import check_padding, check_samples, validate_config
+from megatron_cp.mcore.documents import cut, split
+from megatron_cp.mcore.parts.mtp import install_order_roll
+from megatron_cp.mcore.settings.validation import check_padding, check_samples, validate_config
 from megatron_cp.plan import AttentionPlan
 
 

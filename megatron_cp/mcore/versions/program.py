@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from megatron_cp.mcore.hook_points import Version, dotted
+from megatron_cp.mcore.versions.hook_points import Version, dotted
 
 
 def arguments() -> Namespace | None:

@@ -6,8 +6,8 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_cp.config import CPConfig
-from megatron_cp.mcore.mixers import linear_state_bytes
-from megatron_cp.mcore.sparse_settings import planner_of
+from megatron_cp.mcore.settings.mixers import linear_state_bytes
+from megatron_cp.mcore.settings.sparse_settings import planner_of
 from megatron_cp.plan.hardware.speeds import read_rank_speeds
 from megatron_cp.plan.hardware.topology import read_topology
 

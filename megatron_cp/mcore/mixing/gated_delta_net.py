@@ -27,9 +27,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megatron_cp.api import cp_causal_conv1d, cp_linear_attention
 from megatron_cp.mcore import layers
-from megatron_cp.mcore.layer_calls import refuse_inference, weight_of
-from megatron_cp.mcore.micro_batch import PlanFinder, prepare_layer
-from megatron_cp.mcore.recurrence import Recurrence, Stream, split_over_tensor_ranks
+from megatron_cp.mcore.documents.micro_batch import PlanFinder, prepare_layer
+from megatron_cp.mcore.mixing.layer_calls import refuse_inference, weight_of
+from megatron_cp.mcore.mixing.recurrence import Recurrence, Stream, split_over_tensor_ranks
 
 _SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 

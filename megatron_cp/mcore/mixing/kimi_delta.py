@@ -26,8 +26,8 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
 )
 
-from megatron_cp.mcore.gated_delta_net import ContextGatedDeltaNet
-from megatron_cp.mcore.recurrence import split_over_tensor_ranks
+from megatron_cp.mcore.mixing.gated_delta_net import ContextGatedDeltaNet
+from megatron_cp.mcore.mixing.recurrence import split_over_tensor_ranks
 
 _LOG_STEPS = (math.log(1e-3), math.log(0.1))
 _IN_PROJ = ("query", "key", "value", "beta", "forget", "gate")

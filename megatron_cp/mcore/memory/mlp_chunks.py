@@ -15,7 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch.nn.modules.dropout import _DropoutNd
 
-from megatron_cp.mcore.row_chunks import in_chunks
+from megatron_cp.mcore.memory.row_chunks import in_chunks
 
 
 def chunk_mlps(model: torch.nn.Module, num_chunks: int) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_cp.mcore.loss_chunks import chunk_loss
-from megatron_cp.mcore.mlp_chunks import chunk_mlps
-from megatron_cp.mcore.recompute_inputs import offload_recompute_inputs as offload
+from megatron_cp.mcore.memory.loss_chunks import chunk_loss
+from megatron_cp.mcore.memory.mlp_chunks import chunk_mlps
+from megatron_cp.mcore.memory.recompute_inputs import offload_recompute_inputs as offload
 
 _wishes: dict[str, Any] = {}
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import (
 )
 
 from megatron_cp.mask.linked import causal_document_lengths
-from megatron_cp.mcore.micro_batch import PlanFinder, Rows, group_of
+from megatron_cp.mcore.documents.micro_batch import PlanFinder, Rows, group_of
 from megatron_cp.plan import AttentionPlan
 
 

@@ -18,9 +18,9 @@ from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_cp.mask import from_slices
-from megatron_cp.mcore import hybrid_classes
 from megatron_cp.mcore.batch import ContextParallelParams
-from megatron_cp.mcore.wrapping import put_hook
+from megatron_cp.mcore.versions import hybrid_classes
+from megatron_cp.mcore.versions.wrapping import put_hook
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.runtime.shards import document_starts, roll
 

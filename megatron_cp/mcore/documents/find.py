@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_cp.mcore import program
-from megatron_cp.mcore.validation import balances_samples
+from megatron_cp.mcore.settings.validation import balances_samples
+from megatron_cp.mcore.versions import program
 
 Source = Literal["none", "cu_seqlens", "positions", "mask", "eod", "batch"]
 

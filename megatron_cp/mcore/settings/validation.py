@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from megatron_cp.attn.dropout import check_rate
-from megatron_cp.mcore import compat
-from megatron_cp.mcore.mixers import check_mixers
-from megatron_cp.mcore.sparse_settings import is_sparse
+from megatron_cp.mcore.settings.mixers import check_mixers
+from megatron_cp.mcore.settings.sparse_settings import is_sparse
+from megatron_cp.mcore.versions import compat
 
 # name -> why, and what to do; refused when the value is true.
 _REFUSED_SETTINGS = {

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from megatron.core.transformer import multi_token_prediction
 
-from megatron_cp.mcore.row_chunks import cuts_of, in_chunks
-from megatron_cp.mcore.wrapping import put_hook
+from megatron_cp.mcore.memory.row_chunks import cuts_of, in_chunks
+from megatron_cp.mcore.versions.wrapping import put_hook
 
 
 def chunk_loss(model: Any, num_rows: int) -> None:

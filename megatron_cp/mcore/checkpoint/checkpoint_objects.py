@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_cp.errors import ANOTHER_CHECKPOINT, DamagedCheckpointError, unreadable
-from megatron_cp.mcore.safe_load import load_trusted_types
+from megatron_cp.mcore.checkpoint.safe_load import load_trusted_types
 
 COMMON_FILE = "common.pt"
 COMMON_NAME = "common_state"

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from megatron_cp.mcore import duplicated_linear
-from megatron_cp.mcore.hook_points import OLDEST, TESTED, Version, dotted
-from megatron_cp.mcore.wrapping import put_hook
+from megatron_cp.mcore.versions import duplicated_linear
+from megatron_cp.mcore.versions.hook_points import OLDEST, TESTED, Version, dotted
+from megatron_cp.mcore.versions.wrapping import put_hook
 
 _log = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ def _leave_queries_without_norm(config: Any, layers: Iterable[Any]) -> None:
     """
     from megatron.core.transformer.identity_op import IdentityOp
 
-    from megatron_cp.mcore.latent import LatentAttentionOfPlainQueries
+    from megatron_cp.mcore.versions.latent import LatentAttentionOfPlainQueries
 
     if config.multi_latent_attention and config.q_lora_rank is None:
         for layer in layers:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_cp.mcore.duplicated_linear import DuplicatedLinear
-from megatron_cp.mcore.norm import LocalNorm
+from megatron_cp.mcore.parts.norm import LocalNorm
+from megatron_cp.mcore.versions.duplicated_linear import DuplicatedLinear
 
 
 class Indexer(MegatronModule):

@@ -1,0 +1,1 @@
+"""What context ranks concern beside the layers that mix tokens: positions, norms, routers, losses, predictions."""

@@ -1,0 +1,1 @@
+"""What Megatron's arguments ask for: read once here, or refused."""
