@@ -202,7 +202,7 @@ def test_a_module_of_megatron_is_imported_without_triton_and_nobody_else_sees_th
     script = f"""
 import importlib, importlib.util, sys
 sys.path.insert(0, {str(tmp_path)!r})
-from megatron_cp.mcore import triton_free
+from megatron_cp.mcore.versions import triton_free
 print(triton_free.install(), triton_free.install())
 kernels = importlib.import_module({name!r})
 for kernel in (kernels.plain, kernels.configured):

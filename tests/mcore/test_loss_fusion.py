@@ -62,7 +62,7 @@ from types import SimpleNamespace
 import re
 import torch
 from torch._inductor.utils import run_and_get_code
-from megatron_cp.mcore import loss_fusion
+from megatron_cp.mcore.parts import loss_fusion
 
 logits = torch.randn(6, 1, 40, dtype=torch.bfloat16)
 target = torch.arange(6).view(6, 1)

@@ -260,7 +260,8 @@ def test_a_gpt_that_predicts_gives_the_losses_of_one_context_rank(corpus, layout
 
 
 OWN_SPEC = """
-from megatron_cp.mcore import loss_chunks, mlp_chunks, save_memory_in_every_gpt
+from megatron_cp.mcore import save_memory_in_every_gpt
+from megatron_cp.mcore.memory import loss_chunks, mlp_chunks
 save_memory_in_every_gpt(loss_chunk_size=12, mlp_chunks=5)
 from megatron_cp.mcore.spec import gpt_layer_spec
 

@@ -56,7 +56,7 @@ import megatron_cp.mcore.cpu as cpu
 cpu.install()
 import torch
 from torch._inductor import metrics
-from megatron_cp.mcore import rope_fusion
+from megatron_cp.mcore.parts import rope_fusion
 
 t = torch.randn(6, 1, 4, 3 * 32, dtype=torch.bfloat16)
 freqs = torch.rand(6, 1, 1, 32)

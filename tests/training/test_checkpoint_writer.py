@@ -69,7 +69,8 @@ def test_a_save_leaves_no_process_and_a_background_save_works_after_it(tmp_path)
 def test_a_writer_ends_with_a_rank_that_is_killed_while_it_saves():
     program = (
         "import os, signal, sys, time\n"
-        "from megatron_cp.mcore import compat, cpu\n"
+        "from megatron_cp.mcore import cpu\n"
+        "from megatron_cp.mcore.versions import compat\n"
         "compat.silence_known_warnings(); cpu.install()\n"
         "from megatron_cp.training.checkpoint.writer import saving_in_this_process\n"
         "with saving_in_this_process():\n"

@@ -91,7 +91,8 @@ def test_the_kubernetes_job_runs_the_node_script():
 _MORTAL = """
 import os, sys
 sys.path.insert(0, {root!r})
-from megatron_cp.mcore import compat, cpu
+from megatron_cp.mcore import cpu
+from megatron_cp.mcore.versions import compat
 compat.silence_known_warnings(); cpu.install()
 from tests.faults.program import Kill, _arm
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
