@@ -81,9 +81,8 @@ class Compiler:
     ) -> Compiled:
         """Returns the cubin of `source`, its PTX and what the compiler said. Raises CompileError."""
         options = [*FLAGS, *(f"-D{define}" for define in defines)]
-        options += [f"-I{folder}" for folder in include_folders]
         make = _compile_with_nvcc if self.kind == "nvcc" else _compile_with_nvrtc
-        return make(self.path, source, options)
+        return make(self.path, source, options, include_folders)
 
 
 def find_compilers(kind: str | None = None, at_most: int | None = None) -> tuple[Compiler, ...]:
@@ -220,19 +219,35 @@ def _searched() -> str:
     return f"CUDA_HOME={home}, PATH, /usr/local/cuda*; {', '.join(NVRTC_NAMES)} and the nvidia packages"
 
 
-def _compile_with_nvcc(path: str, source: Path, options: Sequence[str]) -> Compiled:
+def _compile_with_nvcc(
+    path: str, source: Path, options: Sequence[str], include_folders: Sequence[Path]
+) -> Compiled:
+    """See `Compiler.compile_with_log`. Nvcc is shown links: it cuts paths at commas, and a shell reads them."""
     with tempfile.TemporaryDirectory(prefix="mcp-nvcc-") as folder:
+        real = {
+            f"{folder}/{place}": each
+            for place, each in enumerate([source.parent, *include_folders])
+        }
+        for link, each in real.items():
+            Path(link).symlink_to(each.absolute())
+        own, *others = real
         output = Path(folder, "kernel.cubin")
-        command = [path, *NVCC_FLAGS, *options, "--keep", "--keep-dir", folder]
-        command += ["-o", str(output), str(source)]
+        command = [path, *NVCC_FLAGS, *options, *(f"-I{link}" for link in others)]
+        command += ["--keep", "--keep-dir", folder, "-o", str(output), f"{own}/{source.name}"]
         run = run_program(command)
         if run.returncode != 0:
-            raise CompileError(f"{' '.join(command)}\n{run.stdout}{run.stderr}".rstrip())
+            said = f"{' '.join(command)}\n{run.stdout}{run.stderr}".rstrip()
+            for link, each in real.items():
+                said = said.replace(f"{link}/", f"{each}/")
+            raise CompileError(said)
         ptx = Path(folder, f"{source.stem}.ptx").read_text(encoding="utf-8")
         return Compiled(output.read_bytes(), ptx, run.stdout + run.stderr)
 
 
-def _compile_with_nvrtc(path: str, source: Path, options: Sequence[str]) -> Compiled:
+def _compile_with_nvrtc(
+    path: str, source: Path, options: Sequence[str], include_folders: Sequence[Path]
+) -> Compiled:
+    options = [*options, *(f"-I{folder}" for folder in include_folders)]
     library = _load_nvrtc(path)
     program = ctypes.c_void_p()
     text, name = source.read_bytes(), str(source).encode()

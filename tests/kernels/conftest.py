@@ -25,7 +25,7 @@ def machine(monkeypatch):
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A folder of kernels with two variants of one source, and an empty cache."""
-    sources = tmp_path / "kernels"
+    sources = tmp_path / "it's, 50 % $HOME" / "kernels"  # where a user's folder may lie
     (sources / "include" / "mcp" / "ptx").mkdir(parents=True)
     (sources / "attn").mkdir()
     (sources / "attn" / "fwd.cu").write_text('#include <mcp/a.cuh>\n#include "params.h"\n')
