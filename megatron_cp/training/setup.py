@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module, param_is_not_shared
+from torch._C._distributed_c10d import Store, TCPStore
 
 from megatron_cp.training.agreement import Recorded, check_agreement
 from megatron_cp.training.bad_steps.attempt import LocalGradients
@@ -51,9 +52,9 @@ def initialize_distributed(
         show_log_lines()
         print_rank_0("> initializing torch distributed ...")
     os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group(
         backend,
+        store=_store(config.parallel.world_size),
         rank=config.parallel.rank,
         world_size=config.parallel.world_size,
         timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
@@ -71,6 +72,19 @@ def initialize_distributed(
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
     return device
+
+
+def _store(world_size: int) -> Store | None:
+    """Returns the store of a run of one rank that nothing has launched, at a free port: many may run on a machine.
+
+    Else None: torch makes one at MASTER_PORT, which ranks agree on.
+    """
+    if world_size > 1 or "MASTER_PORT" in os.environ:
+        os.environ.setdefault("MASTER_PORT", "29511")
+        return None
+    store = TCPStore(os.environ["MASTER_ADDR"], 0, world_size=1, is_master=True)
+    os.environ["MASTER_PORT"] = str(store.port)  # for whoever looks for it, as watchdog.py does
+    return store
 
 
 def show_log_lines() -> None:
