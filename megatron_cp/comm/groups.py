@@ -5,6 +5,9 @@
 
 Where the group itself will do, it is used: always on gloo. Groups are made on first use, by all ranks of the
 group alike, and kept. The NCCL communicator ran between ranks on one GPU; several GPUs never had one.
+
+A program may hand out groups that stand for torch's, to free and make those anew while its own stay (slime's
+`ReloadableProcessGroup`). Then the group that is meant is the one that stands behind it now.
 """
 
 import contextlib
@@ -22,8 +25,15 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 _next_number = itertools.count()
 
 
+def torchs_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the group that stands behind one which a program has wrapped; torch's own as it is."""
+    inner = getattr(group, "group", None)
+    return inner if isinstance(inner, dist.ProcessGroup) else group
+
+
 def name_of(group: dist.ProcessGroup) -> str:
     """Returns a name that no other group of this process has had: torch's own come back after a new start."""
+    group = torchs_own(group)
     if group not in _numbers:
         _numbers[group] = next(_next_number)
     return f"{group.group_name} {_numbers[group]}"
@@ -31,6 +41,7 @@ def name_of(group: dist.ProcessGroup) -> str:
 
 def transfer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the group over which rows of `group` travel. Collective over its ranks on first use."""
+    group = torchs_own(group)
     if not _is_nccl(group):
         return group
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -42,6 +53,7 @@ def transfer_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def agreement_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a group of the same ranks for CPU tensors. Collective over its ranks on first use."""
+    group = torchs_own(group)
     if torch.device("cpu") in group._device_types or not _is_nccl(group):
         return group
     return _beside(group, "agreements", "gloo", None)
@@ -62,7 +74,8 @@ def _beside(group: dist.ProcessGroup, use: str, backend: str, options: object) -
     if key not in _groups:
         ranks = dist.get_process_group_ranks(group)
         with _nothing_to_split(), _named(f"megatron_cp {use} beside {group.group_name}: {ranks}"):
-            _groups[key] = dist.new_group(
+            # Not `dist.new_group`, which a program may have wrapped: it would make this group anew by another name.
+            _groups[key] = dist.distributed_c10d.new_group(
                 ranks,
                 timeout=_timeout_of(group),
                 backend=backend,

@@ -1,5 +1,6 @@
 """Groups made beside a context group: once, by its ranks alone, whatever the job's own group is bound to."""
 
+import contextlib
 import datetime
 from types import SimpleNamespace
 
@@ -17,19 +18,19 @@ from tests.ranks import run_on_ranks
 def made_beside(rank, world_size):
     """What torch sees while a group is made, under a job that was started with a device."""
     world = dist.distributed_c10d._get_default_group()
-    make, seen = dist.new_group, []
+    make, seen = dist.distributed_c10d.new_group, []
 
     def recorded(ranks, **options):
         seen.append((ranks, options["use_local_synchronization"], world.bound_device_id))
         return make(ranks, **options)
 
-    dist.new_group, world.bound_device_id = recorded, torch.device("cuda", rank)
+    dist.distributed_c10d.new_group, world.bound_device_id = recorded, torch.device("cuda", rank)
     try:
         made = groups._beside(dist.group.WORLD, "a test", "gloo", None)
         again = groups._beside(dist.group.WORLD, "a test", "gloo", None)
         bound = world.bound_device_id
     finally:
-        dist.new_group, world.bound_device_id = make, None
+        dist.distributed_c10d.new_group, world.bound_device_id = make, None
     sums = torch.tensor([rank + 1])
     dist.all_reduce(sums, group=made)
     return seen, made is again, bound, sums.item()
@@ -98,6 +99,65 @@ def test_a_group_of_a_second_start_is_not_taken_for_that_of_the_first(tmp_path):
         assert ours != ours_again
         assert is_own and is_own_again
         assert are_equal
+
+
+class StandsFor(dist.ProcessGroup):
+    """A group as a program hands it out that frees torch's and makes those anew: slime's, written down again."""
+
+    def __init__(self, group):
+        super().__init__(group.rank(), group.size())
+        self.group = group
+
+    def rank(self):
+        return self.group.rank()
+
+    def size(self):
+        return self.group.size()
+
+
+@contextlib.contextmanager
+def functions_that_know_such_groups():
+    """torch's functions as that program wraps them: they take the group that stands behind."""
+    names = ("get_rank", "get_world_size", "all_gather", "all_to_all_single")
+    plain = {name: getattr(dist, name) for name in names}
+
+    def own(value):
+        return value.group if isinstance(value, StandsFor) else value
+
+    def wrapped(function):
+        return lambda *args, **more: function(
+            *map(own, args), **{k: own(x) for k, x in more.items()}
+        )
+
+    try:
+        for name, function in plain.items():
+            setattr(dist, name, wrapped(function))
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)
+
+
+def attention_over_groups_made_anew(rank, world_size):
+    """Whether results are those of torch's own group, and which group rows travel over, at first and made anew."""
+    plan = make_plan(masks.causal(64), world_size, CPConfig(planner="zigzag", head_dim=16))
+    x = torch.randn(64 // world_size, 1, 16)
+    expected, found = cp_attention(x, x, x, plan, dist.group.WORLD)[0], []
+    with functions_that_know_such_groups():
+        group = StandsFor(dist.new_group([0, 1]))
+        for _ in range(2):
+            out = cp_attention(x, x, x, plan, group)[0]
+            is_behind = open_session(plan, group, x.device).group is group.group
+            found.append((torch.equal(out, expected), is_behind, groups.name_of(group)))
+            dist.destroy_process_group(group.group)
+            group.group = dist.new_group([0, 1])
+    return found
+
+
+def test_a_group_that_stands_for_one_of_torch_is_followed_when_that_is_made_anew():
+    for (*first, name), (*second, new_name) in run_on_ranks(2, attention_over_groups_made_anew):
+        assert first == second == [True, True]
+        assert name != new_name
 
 
 def test_gloo_ranks_need_no_group_beside_theirs():
