@@ -17,6 +17,7 @@ from megatron_cp.mcore.versions.hook_points import (
     HookPoint,
     Version,
     dotted,
+    is_too_old,
     mismatch,
 )
 
@@ -28,16 +29,19 @@ def examine_checkout(root: Path) -> list[Finding]:
     """Returns what was found in the checkout; "fail" where training with our spec would not work there."""
     version = _version(root)
     if version is None:
-        words = f"{root} is no Megatron-LM checkout: megatron/core/package_info.py is not there"
+        words = f"{root} is no Megatron-LM checkout: {_PACKAGE_INFO} is not there"
         return [Finding("Megatron-LM", "fail", words)]
-    findings = [_judge_version(version)]
+    findings = [_judge_version(version, _is_candidate(root))]
     findings += [_judge_point(root, point) for point in HOOK_POINTS]
     return [*findings, _judge_script(root), _judge_spec(root)]
 
 
+_PACKAGE_INFO = "megatron/core/package_info.py"
+
+
 def _version(root: Path) -> Version | None:
     try:
-        text = (root / "megatron/core/package_info.py").read_text()
+        text = (root / _PACKAGE_INFO).read_text()
     except OSError:
         return None
     parts = [
@@ -46,8 +50,12 @@ def _version(root: Path) -> Version | None:
     return tuple(int(part[1]) for part in parts if part is not None)
 
 
-def _judge_version(version: Version) -> Finding:
-    if version < OLDEST:
+def _is_candidate(root: Path) -> bool:
+    return re.search(r"^PRE_RELEASE *= *'rc", (root / _PACKAGE_INFO).read_text(), re.M) is not None
+
+
+def _judge_version(version: Version, is_candidate: bool) -> Finding:
+    if is_too_old(version, is_candidate):
         return Finding("Megatron-LM", "fail", f"{dotted(version)}; need {dotted(OLDEST)} or later")
     if version in TESTED:
         return Finding("Megatron-LM", "ok", f"{dotted(version)}, which was tested")

@@ -73,6 +73,14 @@ def test_functions_are_found_where_newer_versions_have_them(tmp_path, capsys):
     assert "this version has none, and needs none" in out
 
 
+def test_a_checkout_between_releases_is_judged_by_its_functions(tmp_path, capsys):
+    """slime's Megatron-LM calls itself so, and is newer than 0.16.0."""
+    candidate = "MAJOR = 0\nMINOR = 16\nPATCH = 0\nPRE_RELEASE = 'rc0'\n"
+    root = tree(tmp_path, **{"megatron/core/package_info.py": candidate})
+    assert main(["doctor", "--megatron", str(root)]) == 0
+    assert "0.16.0; tested were 0.16.1, " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [

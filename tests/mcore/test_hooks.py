@@ -354,7 +354,7 @@ def test_another_megatron_is_refused_by_version_and_function():
     assert all("doctor --megatron" in text for text in messages[:2])
 
 
-def _versions(rank, world_size, found):
+def _versions(rank, world_size, found, is_candidate):
     enter_megatron()
     import logging
 
@@ -363,28 +363,34 @@ def _versions(rank, world_size, found):
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    plain, compat.megatron_version = compat.megatron_version, lambda: found
+    plain = compat.megatron_version, compat.is_candidate
+    compat.megatron_version, compat.is_candidate = lambda: found, lambda: is_candidate
     logging.getLogger("megatron_cp.mcore.versions.compat").addHandler(handler)
     try:
         compat.check_megatron_version()
     except ImportError as error:
         lines.append(f"error: {error}")
     finally:
-        compat.megatron_version = plain
+        compat.megatron_version, compat.is_candidate = plain
         logging.getLogger("megatron_cp.mcore.versions.compat").removeHandler(handler)
     return lines
 
 
 @pytest.mark.parametrize(
-    ("version", "expected"),
+    ("version", "is_candidate", "expected"),
     [
-        ((0, 16, 1), None),
-        ((0, 20, 3), None),
-        ((0, 21, 0), "megatron-core 0.21.0 is installed; megatron_cp was tested with 0.16.1, "),
-        ((0, 15, 3), "error: megatron-core 0.15.3 is installed; megatron_cp needs 0.16.1 or later"),
+        ((0, 16, 1), False, None),
+        ((0, 20, 3), False, None),
+        ((0, 21, 0), False, "megatron-core 0.21.0 is installed; megatron_cp was tested with 0.16"),
+        # slime's, which is newer than 0.16.0
+        ((0, 16, 0), True, "megatron-core 0.16.0 is installed; megatron_cp was tested with 0.16.1"),
+        ((0, 16, 0), False, "error: megatron-core 0.16.0 is installed; megatron_cp needs 0.16.1"),
+        ((0, 15, 3), True, "error: megatron-core 0.15.3 is installed; megatron_cp needs 0.16.1"),
     ],
 )
-def test_a_version_that_was_not_tested_is_one_line_and_one_too_old_an_error(version, expected):
-    (lines,) = run_on_ranks(1, _versions, version)
+def test_a_version_that_was_not_tested_is_one_line_and_one_too_old_an_error(
+    version, is_candidate, expected
+):
+    (lines,) = run_on_ranks(1, _versions, version, is_candidate)
     assert len(lines) == (expected is not None)
     assert not lines or lines[0].startswith(expected)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_cp.mcore.versions import duplicated_linear
-from megatron_cp.mcore.versions.hook_points import OLDEST, TESTED, Version, dotted
+from megatron_cp.mcore.versions.hook_points import OLDEST, TESTED, Version, dotted, is_too_old
 from megatron_cp.mcore.versions.wrapping import put_hook
 
 _log = logging.getLogger(__name__)
@@ -33,15 +33,22 @@ def megatron_version() -> Version:
     Raises:
         ImportError: if it is not installed.
     """
+    numbers = map(int, re.findall(r"\d+", _version_in_words())[:3])
+    return (*numbers, 0, 0, 0)[:3]
+
+
+def _version_in_words() -> str:
     # The imported package knows best: a source tree on PYTHONPATH shadows what is installed.
     try:
         package_info = importlib.import_module("megatron.core.package_info")
-        text = str(package_info.__version__)
+        return str(package_info.__version__)
     except ImportError:
-        text = importlib.metadata.version("megatron-core")
-    numbers = [int(number) for number in re.findall(r"\d+", text)[:3]]
-    major, minor, patch = (*numbers, 0, 0, 0)[:3]
-    return major, minor, patch
+        return importlib.metadata.version("megatron-core")
+
+
+def is_candidate() -> bool:
+    """Returns whether megatron-core calls itself a candidate of a release, as checkouts between two do."""
+    return "rc" in _version_in_words()
 
 
 def check_megatron_version() -> None:
@@ -53,12 +60,12 @@ def check_megatron_version() -> None:
         ImportError: for a version that is too old, naming it and what is needed.
     """
     found = megatron_version()
-    if found < OLDEST:
+    if is_too_old(found, is_candidate()):
         raise ImportError(
             f"megatron-core {dotted(found)} is installed; megatron_cp needs {dotted(OLDEST)} or later; "
             f"pip install 'megatron-core>={dotted(OLDEST)}'"
         )
-    if found[:2] not in {version[:2] for version in TESTED}:
+    if found < OLDEST or found[:2] not in {version[:2] for version in TESTED}:
         _log.warning(
             "megatron-core %s is installed; megatron_cp was tested with %s; it goes on where the "
             "functions that it hooks are as expected",

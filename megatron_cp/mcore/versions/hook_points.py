@@ -24,6 +24,15 @@ def dotted(*versions: Version) -> str:
     return ", ".join(".".join(map(str, version)) for version in versions)
 
 
+def is_too_old(version: Version, is_candidate: bool) -> bool:
+    """Returns whether a Megatron is older than what is served, by the number that it gives itself.
+
+    A checkout between releases calls itself a candidate (rc) of a release that may be long out: slime's Megatron-LM is
+    0.16.0rc0 and newer than 0.16.0. Such a one of the oldest series goes on where the hooks fit it.
+    """
+    return version < OLDEST and not (is_candidate and version[:2] == OLDEST[:2])
+
+
 @dataclass(frozen=True)
 class HookPoint:
     """A function of Megatron that gets a hook."""
