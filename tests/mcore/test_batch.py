@@ -112,7 +112,7 @@ def test_a_roll_gives_the_successor_in_the_same_document_and_zero_behind_the_las
         assert plain == [2, 3, 4, 0], "without our parameters Megatron's own roll must stay"
 
 
-def _rolled_sequence(rank, world_size, mask):
+def _rolled_sequence(rank, world_size, mask, dtype=torch.float32):
     """A loss mask that Megatron has cut itself, zigzag, rolled once and once more, and its counts."""
     with parallel_state(Case(cp=world_size)) as groups:
         from megatron.core.transformer import multi_token_prediction
@@ -121,7 +121,7 @@ def _rolled_sequence(rank, world_size, mask):
 
         install_order_roll()
         group = groups.get_context_parallel_group()
-        pieces = torch.tensor(mask).chunk(2 * world_size)
+        pieces = torch.tensor(mask, dtype=dtype).chunk(2 * world_size)
         own = torch.cat([pieces[rank], pieces[2 * world_size - 1 - rank]])[None]
         once, first = multi_token_prediction.roll_tensor(own, cp_group=group)
         _, second = multi_token_prediction.roll_tensor(once, cp_group=group)
@@ -131,10 +131,11 @@ def _rolled_sequence(rank, world_size, mask):
         return counts, bounded
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])  # slime's masks are int32
 @pytest.mark.parametrize("cp", [1, 2])
-def test_tokens_of_whole_sequences_are_counted_over_the_context_ranks(cp: int):
+def test_tokens_of_whole_sequences_are_counted_over_the_context_ranks(cp: int, dtype):
     mask = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0]  # ranks hold other numbers of them
-    for counts, bounded in run_on_ranks(cp, _rolled_sequence, mask):
+    for counts, bounded in run_on_ranks(cp, _rolled_sequence, mask, dtype):
         assert counts == [sum(mask[depth:]) / cp for depth in (0, 1, 2)]
         assert bounded == counts[1:]
 

@@ -88,7 +88,7 @@ def _following_plans(plain: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(packed_seq_params, ContextParallelParams):
             tensor = tensor if tensor is None else tensor.as_subclass(torch.Tensor)
             rolled, total = plain(tensor, shifts, dims, cp_group, packed_seq_params, **options)
-            if total is not None and rolled.is_floating_point():
+            if total is not None and _is_mask(rolled):
                 size = cp_group.size() if _is_shared(cp_group) else 1
                 total = _share(_summed(total, cp_group) if size > 1 else total, size)
             return rolled, total
@@ -100,6 +100,11 @@ def _following_plans(plain: Callable[..., Any]) -> Callable[..., Any]:
         return roll_by_order(tensor, packed_seq_params, cp_group)
 
     return roll_tensor
+
+
+def _is_mask(rows: torch.Tensor) -> bool:
+    """Returns whether these are a loss mask, and no ids, which are int64: masks are floats, or int32 (slime)."""
+    return rows.dtype != torch.int64
 
 
 def _counting_over_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -119,7 +124,7 @@ def _counting_over_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., to
             return plain(*args, **kwargs)
         if mask is None:
             mask = torch.ones_like(tokens)
-        if not mask.is_floating_point():  # by which `roll_tensor` knows a mask
+        if not mask.is_floating_point():  # of ids, say: `_is_mask`
             mask = mask.float()
         kwargs["loss_mask"] = mask
         if not _is_shared(group):
@@ -190,7 +195,7 @@ def roll_by_order(
     """Returns each row's successor in its document, and their sum over the context group / cp_size.
 
     `values_T` holds this rank's rows in dispatched order, `[..., T]`. The last token of a document, and
-    padding, get 0; in a loss mask, which alone is no integer, so do rows that see their successor's. The sum is
+    padding, get 0; in a loss mask (`_is_mask`), so do rows that see their successor's. The sum is
     Megatron's count of loss tokens when a loss mask is rolled: divided by cp_size it makes the averages over
     ranks that Megatron takes equal the mean over the whole pack, at every CP size. `cp_group` serves where
     `params.cp_group` is None. Collective: every rank of the context group calls it.
@@ -199,7 +204,7 @@ def roll_by_order(
     plan, group = params.plans["full"], params.cp_group or cp_group
     rank = 0 if group is None else dist.get_rank(group)
     keep = _has_successor(plan)[rank]
-    if values_T.is_floating_point():
+    if _is_mask(values_T):
         keep = keep & ~_sees_successor(plan)[rank]
     keep_T = torch.from_numpy(keep.copy()).to(values_T.device)
     shape = values_T.shape
