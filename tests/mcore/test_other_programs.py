@@ -161,6 +161,24 @@ def test_rows_that_are_cut_contiguously_are_refused():
     assert run_on_ranks(2, contiguous_rows) == [((0, 8, 16), (8, 8))] * 2
 
 
+def a_row_that_slime_cuts_contiguously(rank, world_size):
+    """The documents of a batch where the program's arguments say how it cuts: on one rank, and in words on two."""
+    with stock_program(allgather_cp=True), parallel_state(Case(cp=world_size)):
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        from megatron_cp.mcore.split import documents_of_batch
+
+        ends = torch.tensor([0, 8, 16], dtype=torch.int32)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        with pytest.raises(NotImplementedError, match="--allgather-cp cuts the row"):
+            documents_of_batch(params, 8, 2, "per_document")
+        return documents_of_batch(params, 16, 1, "per_document")
+
+
+def test_samples_that_slime_cuts_as_one_row_are_refused():
+    assert run_on_ranks(1, a_row_that_slime_cuts_contiguously) == [((0, 8, 16), (8, 8))]
+
+
 def specs_that_are_left(rank, world_size):
     """The attention of a GPT after the first call, after it was taken back, and of an empty stage's spec."""
     with stock_program(), parallel_state(Case(cp=world_size)):

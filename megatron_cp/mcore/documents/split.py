@@ -26,7 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_cp.attn.eager import eager
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import from_slices
-from megatron_cp.mcore.documents.find import current_rule
+from megatron_cp.mcore.versions import program
+from megatron_cp.mcore.documents import current_rule
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.placement.placement import per_document_zigzag
 from megatron_cp.plan.planner import plan_on_placement
@@ -107,6 +108,15 @@ def check_partition(said: Any, name: str, cp_size: int) -> None:
         )
 
 
+def _check_program() -> None:
+    """Returns if the arguments of the program, where it has any, name no other cut of thd batches (slime has one)."""
+    if getattr(program.arguments(), "allgather_cp", False):
+        raise NotImplementedError(
+            "--allgather-cp cuts the row of all samples contiguously, for layers that have an attention of their own; "
+            "plain attention is served where each sample is cut zigzag; leave it out"
+        )
+
+
 def documents_of_batch(
     params: Any, num_rows: int, cp_size: int, thd_split: str | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -136,6 +146,8 @@ def documents_of_batch(
             "Megatron has two ways; let the hooks cut the batch (docs/megatron.md), or, where each document was cut "
             "zigzag, say so: with_context_parallel(spec, thd_split='per_document')"
         )
+    if cp_size > 1:
+        _check_program()
     return documents_of(params)
 
 
