@@ -10,7 +10,11 @@ from megatron_cp.mcore.versions.program import check_builds_predictions
 ASKED = {"spec": ["megatron_cp.mcore.spec", "gpt_layer_spec"], "mtp_num_layers": 1}
 
 
-def check(monkeypatch, version, **flags):
+def check(monkeypatch, version, builds_itself=False, **flags):
+    if builds_itself:
+        monkeypatch.delitem(sys.modules, "gpt_builders", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "gpt_builders", ModuleType("gpt_builders"))
     variables = ModuleType("megatron.training.global_vars")
     variables._GLOBAL_ARGS = SimpleNamespace(**flags)
     monkeypatch.setitem(sys.modules, variables.__name__, variables)
@@ -34,6 +38,7 @@ def test_predictions_of_a_program_that_cannot_build_them_are_one_line_with_a_way
         ((0, 17, 1), ASKED | {"hybrid_override_pattern": "M*"}),
         ((0, 17, 1), ASKED | {"spec": None}),
         ((0, 17, 1), ASKED | {"mtp_num_layers": None}),
+        ((0, 16, 0), ASKED | {"builds_itself": True}),  # slime
     ],
 )
 def test_other_programs_go_on(monkeypatch, version, flags):
