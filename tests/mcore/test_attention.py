@@ -236,7 +236,7 @@ def test_what_cannot_be_honoured_is_refused_with_a_way_out():
         "document mask": "is not the causal mask",
         "mask changed after it was accepted": "is not the causal mask",
         "mask of a full layer": "is not the causal mask",
-        "mask of padding": "Megatron-SWIFT: padding_free",
+        "mask of padding": "Megatron-SWIFT: padding_free, ROLL: use_sequence_packing",
         "arbitrary": "AttnMaskType.arbitrary",
         "bias": "attention_bias",
         "variant": "core attention was given x",

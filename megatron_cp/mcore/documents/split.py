@@ -241,8 +241,8 @@ def check_mask_is_causal(
         raise NotImplementedError(
             f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask of this rank's rows; "
             "a dense mask of another kind is not served here, and never ignored; pack samples that have padding (verl: "
-            "use_remove_padding, Megatron-SWIFT: padding_free); a batch with documents must pass the hooks of "
-            "megatron_cp.mcore.hooks, which see it whole; in a loop of your own give the mask as a plan in "
-            "packed_seq_params"
+            "use_remove_padding, Megatron-SWIFT: padding_free, ROLL: use_sequence_packing); a batch with documents "
+            "must pass the hooks of megatron_cp.mcore.hooks, which see it whole; in a loop of your own give the mask "
+            "as a plan in packed_seq_params"
         )
     _checked_masks[attention_mask] = seen
