@@ -26,8 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_cp.attn.eager import eager
 from megatron_cp.config import CPConfig
 from megatron_cp.mask import from_slices
+from megatron_cp.mcore.documents.find import current_rule
 from megatron_cp.mcore.versions import program
-from megatron_cp.mcore.documents import current_rule
 from megatron_cp.plan import AttentionPlan
 from megatron_cp.plan.placement.placement import per_document_zigzag
 from megatron_cp.plan.planner import plan_on_placement
