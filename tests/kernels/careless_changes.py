@@ -67,7 +67,9 @@ FORWARD = {
         "attn/fwd_epilogue.cuh",
         "if (j < num && has_column)",
         "if (has_column)",
-        r"stores out \+ \d+, which thread \d+ of block . stores, too|lies in no buffer of the launch",
+        # Behind `out` lies what the allocator has put there.
+        r"stores \w+ \+ \d+, which thread \d+ of block . stores, too"
+        r"|lies in no buffer of the launch|which the launch only reads",
     ),
     "one register too many": (
         "attn/traits.h",

@@ -166,7 +166,7 @@ def a_row_that_slime_cuts_contiguously(rank, world_size):
     with stock_program(allgather_cp=True), parallel_state(Case(cp=world_size)):
         from megatron.core.packed_seq_params import PackedSeqParams
 
-        from megatron_cp.mcore.split import documents_of_batch
+        from megatron_cp.mcore.documents.split import documents_of_batch
 
         ends = torch.tensor([0, 8, 16], dtype=torch.int32)
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
