@@ -23,35 +23,30 @@ from megatron_cp.mcore.versions.hook_points import (
 
 # A script that builds its batch with these gets its documents planned.
 _BATCH_FUNCTIONS = ("get_batch_on_this_tp_rank", "get_batch_on_this_cp_rank")
+_PACKAGE_INFO = "megatron/core/package_info.py"
 
 
 def examine_checkout(root: Path) -> list[Finding]:
     """Returns what was found in the checkout; "fail" where training with our spec would not work there."""
-    version = _version(root)
-    if version is None:
+    try:
+        info = (root / _PACKAGE_INFO).read_text()
+    except OSError:
         words = f"{root} is no Megatron-LM checkout: {_PACKAGE_INFO} is not there"
         return [Finding("Megatron-LM", "fail", words)]
-    findings = [_judge_version(version, _is_candidate(root))]
+    findings = [_judge_version(_version(info), _is_candidate(info))]
     findings += [_judge_point(root, point) for point in HOOK_POINTS]
     return [*findings, _judge_script(root), _judge_spec(root)]
 
 
-_PACKAGE_INFO = "megatron/core/package_info.py"
-
-
-def _version(root: Path) -> Version | None:
-    try:
-        text = (root / _PACKAGE_INFO).read_text()
-    except OSError:
-        return None
+def _version(info: str) -> Version:
     parts = [
-        re.search(rf"^{name} *= *(\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")
+        re.search(rf"^{name} *= *(\d+)", info, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")
     ]
     return tuple(int(part[1]) for part in parts if part is not None)
 
 
-def _is_candidate(root: Path) -> bool:
-    return re.search(r"^PRE_RELEASE *= *'rc", (root / _PACKAGE_INFO).read_text(), re.M) is not None
+def _is_candidate(info: str) -> bool:
+    return re.search(r"^PRE_RELEASE *= *'rc", info, re.MULTILINE) is not None
 
 
 def _judge_version(version: Version, is_candidate: bool) -> Finding:
