@@ -113,12 +113,14 @@ def _named(name: str) -> Iterator[None]:
     """Makes a group that its ranks alone make find the same name on each of them: by it they meet.
 
     torch's own name counts the groups that a rank is in. Ranks of a pipeline are in different numbers of them (the
-    first and the last stage share embeddings), would go by different names, and wait for ever.
+    first and the last stage share embeddings), would go by different names, and wait for ever. So would the ranks of
+    a group that the program makes later: since 2.14 torch counts ours too, and not every rank has one.
     """
     c10d = dist.distributed_c10d
     hashed, digest = c10d._hash_ranks_to_str, hashlib.sha1(name.encode(), usedforsecurity=False)
+    count = c10d._world.group_count
     c10d._hash_ranks_to_str = lambda ranks: digest.hexdigest()
     try:
         yield
     finally:
-        c10d._hash_ranks_to_str = hashed
+        c10d._hash_ranks_to_str, c10d._world.group_count = hashed, count

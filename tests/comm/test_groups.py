@@ -45,12 +45,33 @@ def test_a_group_does_not_split_the_communicator_of_all_ranks():
         assert total == 3
 
 
+@contextlib.contextmanager
+def counting_every_group():
+    """What torch does since 2.14: groups that their ranks alone make are counted, and later names follow the count."""
+    c10d = dist.distributed_c10d
+    plain, count = c10d._process_group_name, c10d._world.group_count
+
+    def counted(ranks, use_hashed_name):
+        before = c10d._world.group_count
+        name = plain(ranks, use_hashed_name)
+        c10d._world.group_count = before + 1
+        return name
+
+    c10d._process_group_name = counted
+    try:
+        yield
+    finally:
+        c10d._process_group_name = plain
+        c10d._world.group_count = count + 10  # no name comes back, and the ranks agree again
+
+
 def made_after_another(rank, world_size):
     """The sum over a group, made when rank 0 is in one group more: as the first stage of a pipeline is."""
-    if rank == 0:
-        dist.new_group([0], use_local_synchronization=True)
-    made = groups._beside(dist.group.WORLD, "a test", "gloo", None)
-    of_two = groups._beside(dist.group.WORLD, "another test", "gloo", None)
+    with counting_every_group():
+        if rank == 0:
+            dist.new_group([0], use_local_synchronization=True)
+        made = groups._beside(dist.group.WORLD, "a test", "gloo", None)
+        of_two = groups._beside(dist.group.WORLD, "another test", "gloo", None)
     sums = torch.tensor([rank + 1])
     dist.all_reduce(sums, group=made)
     dist.all_reduce(sums, group=of_two)
@@ -60,6 +81,21 @@ def made_after_another(rank, world_size):
 def test_ranks_in_other_numbers_of_groups_meet():
     """torch names a group by how many the rank is in: ranks of a pipeline would wait for one another for ever."""
     assert run_on_ranks(2, made_after_another) == [(6, False)] * 2
+
+
+def name_of_the_next(rank, world_size):
+    """How torch would name a group of all ranks, when rank 0 alone has one of ours."""
+    with counting_every_group():
+        alone = dist.new_group([0]), dist.new_group([1])
+        if rank == 0:
+            groups._beside(alone[0], "a test", "gloo", None)
+        return dist.distributed_c10d._process_group_name([0, 1], use_hashed_name=False)
+
+
+def test_groups_that_the_program_makes_later_meet():
+    """Ranks that give a group two names wait for one another for ever."""
+    first, second = run_on_ranks(2, name_of_the_next)
+    assert first == second
 
 
 def timeout_beside(rank, world_size):

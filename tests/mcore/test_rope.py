@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.mcore.tiny_gpt import Case, make_config, parallel_state, train
 from tests.ranks import run_on_ranks
@@ -16,7 +18,7 @@ KINDS = {
 }
 
 
-def _angles(rank, world_size, kind, positions):
+def _angles(rank, world_size, kind, positions, is_sharded=False):
     """(ours at the positions, Megatron's whole table), for [s, b, n, d] and for MLA's [t, n, d]."""
     with parallel_state(Case(cp=world_size)):
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -32,6 +34,8 @@ def _angles(rank, world_size, kind, positions):
         owner = torch.nn.Module()
         owner.rotary_pos_emb = cls(**{**options, **KINDS[kind]})
         table = owner.rotary_pos_emb.get_emb(128)
+        if is_sharded:
+            fully_shard(owner.rotary_pos_emb, mesh=init_device_mesh("cpu", (world_size,)))
         assert install_position_rotary(owner) == install_position_rotary([owner]) == 1
         rotary = owner.rotary_pos_emb
         params = ContextParallelParams(
@@ -42,10 +46,13 @@ def _angles(rank, world_size, kind, positions):
         return rotary(length, packed_seq=False, cp_group=None), table
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_angles_are_the_rows_of_megatrons_table(kind: str):
+@pytest.mark.parametrize(
+    ("kind", "is_sharded"), [*((kind, False) for kind in KINDS), ("plain", True), ("yarn", True)]
+)
+def test_angles_are_the_rows_of_megatrons_table(kind: str, is_sharded: bool):
+    """FSDP2 (Megatron-LM's --use-torch-fsdp2) wraps rotary embeddings, which then have a class of its own."""
     positions = [0, 3, 4, 7, 1, 1, 127]
-    ((ours, table),) = run_on_ranks(1, _angles, kind, positions)
+    ((ours, table),) = run_on_ranks(1, _angles, kind, positions, is_sharded)
     if kind == "yarn":
         (ours, our_scale), (table, scale) = ours, table
         assert our_scale == scale

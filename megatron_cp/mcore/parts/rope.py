@@ -23,6 +23,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
 )
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_cp.mcore.batch import ContextParallelParams
 
@@ -95,20 +96,6 @@ class _ByPosition:
         return angles if mscale is None else (angles, mscale)
 
 
-class PositionRotaryEmbedding(_ByPosition, RotaryEmbedding):
-    """Rotates as Megatron's RotaryEmbedding, by position id."""
-
-
-class PositionYarnRotaryEmbedding(_ByPosition, YarnRotaryEmbedding):
-    """Rotates as Megatron's YarnRotaryEmbedding, by position id."""
-
-
-_REPLACEMENTS: dict[type, type] = {
-    RotaryEmbedding: PositionRotaryEmbedding,
-    YarnRotaryEmbedding: PositionYarnRotaryEmbedding,
-}
-
-
 def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) -> int:
     """Returns the number of rotary embeddings in the model, all of which now follow position ids.
 
@@ -123,7 +110,7 @@ def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) 
         if not isinstance(rotary, torch.nn.Module):
             continue
         if not isinstance(rotary, _ByPosition):
-            rotary.__class__ = _replacement_of(rotary)
+            rotary.__class__ = _by_position(type(rotary))
         if isinstance(parent, MultiLatentAttention):
             rotary.squeezes_batch = getattr(parent, "squeezes_batch", True)  # type: ignore[assignment]
             rotary.is_still = not getattr(parent.config, "latent_rotates", True)  # type: ignore[assignment]
@@ -131,15 +118,14 @@ def install_position_rotary(model: torch.nn.Module | Iterable[torch.nn.Module]) 
     return num_installed
 
 
-def _replacement_of(rotary: torch.nn.Module) -> type:
-    if type(rotary) in _REPLACEMENTS:
-        return _REPLACEMENTS[type(rotary)]
-    kind = (
-        "multimodal RoPE"
-        if isinstance(rotary, MultimodalRotaryEmbedding)
-        else type(rotary).__name__
-    )
+def _by_position(kind: type) -> type:
+    """Returns the class of rotary embeddings that follows position ids."""
+    # FSDP2 derives a class of its own: (its FSDPModule, Megatron's class).
+    plain = kind.__bases__[-1] if issubclass(kind, FSDPModule) else kind
+    if plain in (RotaryEmbedding, YarnRotaryEmbedding):
+        return type(f"Position{kind.__name__}", (_ByPosition, kind), {})
+    name = "multimodal RoPE" if issubclass(plain, MultimodalRotaryEmbedding) else plain.__name__
     raise NotImplementedError(
-        f"rotary_pos_emb={kind}; position ids are served for RotaryEmbedding and YarnRotaryEmbedding; train "
+        f"rotary_pos_emb={name}; position ids are served for RotaryEmbedding and YarnRotaryEmbedding; train "
         "another one with Megatron's own attention"
     )
