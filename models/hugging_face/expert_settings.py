@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_cp.mcore.settings.layer_patterns import layer_pattern
-from megatron_cp.models.hugging_face.settings import Arguments, Config, Setting, negated, same
+from megatron_cp.models.hugging_face.settings import (
+    Arguments,
+    Config,
+    Keys,
+    Setting,
+    negated,
+    same,
+)
 
 NUM_EXPERTS = same("num_local_experts", "num_experts", "num_experts")
 NUM_EXPERTS_ALONE = same("num_experts")
@@ -189,6 +196,13 @@ GROUPS = Setting(
     },
 )
 
+GROUPS_UNLESS_SAID = replace(  # one group where config.json is silent
+    GROUPS,
+    to_arguments=lambda config: _groups_from_config(
+        Keys({"n_group": 1, "topk_group": 1, **config})
+    ),
+)
+
 
 def _greedy_groups_from_config(config: Config) -> Arguments:
     """Groups are chosen by their best expert; of as many as Megatron-Core takes of each, it takes the sum."""
@@ -217,5 +231,22 @@ GREEDY_GROUPS = Setting(
         "topk_method": "group_limited_greedy" if arguments["moe_router_num_groups"] else "greedy",
         **GROUPS.to_config(arguments),
     },
+)
+
+
+def _scaled_from_config(config: Config) -> Arguments:
+    """Returns nothing: chosen experts' weights sum to 1 before the factor, in Megatron-Core too. HF: unless said."""
+    if not config.get("norm_topk_prob", False):
+        raise NotImplementedError(
+            "norm_topk_prob=False, which this family means where config.json is silent, is not served; Megatron-Core "
+            "scales the weights that its sigmoid router chooses; convert a model with norm_topk_prob=True"
+        )
+    return {}
+
+
+SCALED_TO_ONE = Setting(
+    keys=("norm_topk_prob",),
+    to_arguments=_scaled_from_config,
+    to_config=lambda arguments: {"norm_topk_prob": True},
 )
 ROUTED_SCALING = same("routed_scaling_factor", "moe_router_topk_scaling_factor")

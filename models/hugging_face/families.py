@@ -8,6 +8,7 @@ from megatron_cp.models.hugging_face import expert_settings as experts
 from megatron_cp.models.hugging_face import rope_settings as rope
 from megatron_cp.models.hugging_face import settings as s
 from megatron_cp.models.hugging_face import weights as w
+from megatron_cp.models.hugging_face import window_settings as windows
 from megatron_cp.models.hugging_face.common import (
     ANY_SHARE_ROTATES,
     EXPERTS_AFTER_SOFTMAX,
@@ -42,6 +43,7 @@ from megatron_cp.models.hugging_face.qwen import (
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
+from megatron_cp.models.hugging_face.windowed import CWM, EXAONE_MOE
 
 LLAMA = Family(
     model_type="llama",
@@ -68,7 +70,7 @@ MISTRAL = Family(
     wrapper=_MISTRAL3,
     architecture="MistralForCausalLM",
     weights=LLAMA.weights,
-    settings=(*SHAPE, rope.ROPE, s.window_everywhere(4096)),
+    settings=(*SHAPE, rope.ROPE, windows.window_everywhere(4096)),
     constants=LLAMA_LIKE_BUT_WINDOWS,
     only=PLAIN | NO_BIAS | {"layer_types": (None,)},
 )
@@ -76,7 +78,7 @@ MINISTRAL3 = replace(
     MISTRAL,
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
-    settings=(*SHAPE, rope.MISTRAL_YARN, s.window_everywhere(None)),
+    settings=(*SHAPE, rope.MISTRAL_YARN, windows.window_everywhere(None)),
 )
 PHI3 = Family(
     model_type="phi3",
@@ -86,7 +88,7 @@ PHI3 = Family(
         "layer": w.JOINED_ATTENTION,
         "dense layer": (*w.DENSE_NORM, *w.JOINED_DENSE),
     },
-    settings=(*SHAPE, rope.partial_rope(1.0), s.window_everywhere(None)),
+    settings=(*SHAPE, rope.partial_rope(1.0), windows.window_everywhere(None)),
     constants=LLAMA_LIKE_BUT_WINDOWS,
     only=ANY_SHARE_ROTATES
     | NO_BIAS
@@ -160,6 +162,36 @@ GLM4V_MOE = replace(
             s.QKV_BIASES: s.ATTENTION_BIASES_UNLESS_SAID,
         }
     ),
+)
+DOTS1 = replace(
+    GLM4_MOE,
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    weights={
+        **{place: rows for place, rows in GLM4_MOE.weights.items() if place != "prediction layer"},
+        "layer": (*w.ATTENTION, *w.QK_NORM),
+    },
+    settings=(
+        *SHAPE,
+        rope.ROPE,
+        windows.WINDOWS_OF_LAST_LAYERS,
+        experts.ROUTED_EXPERTS,
+        experts.TOP_K,
+        experts.EXPERT_WIDTH,
+        experts.FIRST_DENSE_LAYERS,
+        experts.SHARED_WIDTH,
+        experts.GROUPS_UNLESS_SAID,
+        experts.ROUTED_SCALING,
+        experts.SCALED_TO_ONE,
+    ),
+    constants=LLAMA_LIKE | EXPERTS_BY_SIGMOID | {"qk_layernorm": True},
+    only=PLAIN
+    | NO_BIAS
+    | {
+        "scoring_func": ("sigmoid", None),
+        "topk_method": ("noaux_tc", None),
+        "moe_layer_freq": (1, None),
+    },
 )
 SOLAR_OPEN = Family(
     model_type="solar_open",
@@ -258,7 +290,7 @@ GPT_OSS = Family(
         experts.NUM_EXPERTS,
         experts.TOP_K,
         experts.EXPERTS_AS_WIDE_AS_MLP,
-        s.WINDOWS,
+        windows.WINDOWS,
         s.SWIGLU_LIMIT,
     ),
     constants=LLAMA_LIKE
@@ -281,6 +313,7 @@ FAMILIES: dict[str, Family] = {
         LLAMA,
         MISTRAL,
         MINISTRAL3,
+        CWM,
         PHI3,
         SMOLLM3,
         SEED_OSS,
@@ -297,8 +330,10 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE,
         GLM4_MOE_LITE,
         GLM4V_MOE,
+        DOTS1,
         SOLAR_OPEN,
         HY_V3,
+        EXAONE_MOE,
         MIXTRAL,
         GPT_OSS,
         DEEPSEEK_V2,

@@ -124,7 +124,7 @@ TIED = negated("tie_word_embeddings", "untie_embeddings_and_output_weights", Fal
 TIED_UNLESS_SAID = negated("tie_word_embeddings", "untie_embeddings_and_output_weights", True)
 
 
-def _layers_of_kind(kind: str, kinds: Sequence[str]) -> list[int]:
+def layers_of_kind(kind: str, kinds: Sequence[str]) -> list[int]:
     """Returns 1 for each layer of the kind, 0 for each of full attention. Raises NotImplementedError for others."""
     unknown = sorted(set(kinds) - {kind, "full_attention"})
     if unknown:
@@ -133,54 +133,6 @@ def _layers_of_kind(kind: str, kinds: Sequence[str]) -> list[int]:
             "or full_attention; convert a model of such layers"
         )
     return [int(one == kind) for one in kinds]
-
-
-def _windows_from_config(config: Config) -> Arguments:
-    """Returns the windows. HF: w keys, the query's own among them, in layers of type sliding_attention."""
-    kinds = config["layer_types"]
-    is_window = _layers_of_kind("sliding_attention", kinds)
-    if not any(is_window):
-        return {"window_size": None, "window_attn_skip_freq": None}
-    every_second = layer_pattern("window_attn_skip_freq", 2, len(kinds))
-    return {
-        "window_size": (config["sliding_window"] - 1, 0),
-        "window_attn_skip_freq": 2 if is_window == every_second else is_window,
-    }
-
-
-def _windows_to_config(arguments: Arguments) -> dict[str, Any]:
-    size, frequency = arguments["window_size"], arguments["window_attn_skip_freq"]
-    is_window = [size is not None] * arguments["num_layers"]
-    if size is not None and frequency is not None:
-        is_window = layer_pattern("window_attn_skip_freq", frequency, arguments["num_layers"])
-    return {
-        "sliding_window": None if size is None else size[0] + 1,
-        "layer_types": ["sliding_attention" if on else "full_attention" for on in is_window],
-    }
-
-
-WINDOWS = Setting(
-    keys=("sliding_window", "layer_types"),
-    to_arguments=_windows_from_config,
-    to_config=_windows_to_config,
-)
-
-
-def window_everywhere(default: int | None) -> Setting:
-    """Returns one window of all layers, or none; `default` where config.json is silent."""
-
-    def to_arguments(config: Config) -> Arguments:
-        width = config.get("sliding_window", default)
-        return {
-            "window_size": None if width is None else (width - 1, 0),
-            "window_attn_skip_freq": None,
-        }
-
-    def to_config(arguments: Arguments) -> dict[str, Any]:
-        size = arguments["window_size"]
-        return {"sliding_window": None if size is None else size[0] + 1}
-
-    return Setting(keys=("sliding_window",), to_arguments=to_arguments, to_config=to_config)
 
 
 SWIGLU_LIMIT = same("swiglu_limit", "activation_func_clamp_value")
@@ -192,7 +144,7 @@ def _linear_layers_from_config(config: Config) -> Arguments:
     kinds = config.get("layer_types") or [
         "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(count)
     ]
-    is_linear = _layers_of_kind("linear_attention", kinds)
+    is_linear = layers_of_kind("linear_attention", kinds)
     first = (is_linear.index(0) if 0 in is_linear else count) + 1
     regular = layer_pattern("linear_attention_freq", first, count)
     return {"linear_attention_freq": first if is_linear == regular else is_linear}

@@ -328,6 +328,10 @@ HUNYUAN_ROUTER = (
     row("mlp.router.weight", ("mlp.router.gate.weight", "EH")),
     row("mlp.router.expert_bias", ("mlp.expert_bias", "E")),
 )
+EXAONE_ROUTER = (
+    DEEPSEEK_ROUTER[0],
+    row("mlp.router.expert_bias", ("mlp.e_score_correction_bias", "E")),
+)
 HUNYUAN_SHARED_EXPERTS = renamed(SHARED_EXPERTS, "mlp.shared_experts.", "mlp.shared_mlp.")
 
 GATED_SHARED_EXPERT = (

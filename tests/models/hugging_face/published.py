@@ -1,5 +1,6 @@
 """Published models: what their config.json says, and how many parameters they have."""
 
+from tests.models.hugging_face.made_by_transformers import MADE, PARAMETERS_OF_MADE
 from tests.models.hugging_face.more_published import MORE, PARAMETERS_OF_MORE
 from tests.models.hugging_face.published_hybrids import HYBRIDS
 
@@ -326,6 +327,7 @@ PUBLISHED = {
     },
     **HYBRIDS,
     **MORE,
+    **MADE,
 }
 # As published with the models; DeepSeek-V3, published as 671B, by the digits of its main model with
 # the biases of its routers.
@@ -346,4 +348,5 @@ PARAMETERS = {
     "Nemotron-H-8B": 8_100_852_736,
     "Nemotron-3-Nano-30B-A3B": 31_577_940_288,  # with the biases of its routers
     **PARAMETERS_OF_MORE,
+    **PARAMETERS_OF_MADE,
 }

@@ -18,6 +18,7 @@ from megatron_cp.models.hugging_face.refusal import ConversionError
 from megatron_cp.models.hugging_face.rows import pieces_of
 from megatron_cp.models.hugging_face.settings import SHARED_PICKS
 from tests.models.hugging_face.published import PARAMETERS, PUBLISHED
+from tests.models.hugging_face.refused import MORE_REFUSED
 from tests.models.hugging_face.tiny_models import MODELS, make_tiny
 
 KIMI_LINEAR = "Kimi-Linear-48B-A3B-Instruct"
@@ -172,6 +173,9 @@ def test_what_transformers_takes_for_granted_is_said():
             "Mistral-7B-v0.1": ("sliding_window",),
             "SmolLM3-3B": ("no_rope_layers", "no_rope_layer_interval"),
             "GLM-4.5-Air": ("partial_rotary_factor", "use_qk_norm"),
+            "cwm": ("layer_types",),
+            "dots1": ("layer_types", "n_group", "topk_group"),
+            "exaone_moe": ("layer_types", "mlp_layer_types", "n_group", "topk_group"),
         }.items()
     }
     for name, config in silent.items():
@@ -290,6 +294,7 @@ def test_what_transformers_takes_for_granted_is_said():
             "num_experts_per_tok=6 with topk_group=3",
         ),
         ("Seed-OSS-36B-Base", {"attention_out_bias": True}, "attention_out_bias=True"),
+        *MORE_REFUSED,
     ],
 )
 def test_what_a_family_does_not_serve_is_named(name: str, change: dict, said: str):

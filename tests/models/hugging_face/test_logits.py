@@ -49,7 +49,7 @@ EXPERT_RANKS = (
     "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "glm4_moe", "solar_open", "hy_v3", "mixtral",
     "gpt_oss", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2",
     "kimi_linear", "glm4_moe_lite", "glm4_moe_lite_groups", "nemotron_h_moe",
-    "nemotron_h_latent",
+    "nemotron_h_latent", "dots1", "exaone_moe",
 )  # fmt: skip
 # One context rank without other ranks is all that these have of it.
 ONE_RANK = [name for name in MODELS if name not in (*TENSOR_RANKS, *STAGES, *EXPERT_RANKS)]
@@ -167,6 +167,13 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("kimi_k2", {"rope_parameters": {"original_max_position_embeddings": 64}}),
         ("nemotron_h_moe", {"routed_scaling_factor": 2.4}),
         ("nemotron_h_moe", {"n_group": 1, "topk_group": 1}),
+        ("cwm", {"sliding_window": 9}),
+        ("cwm", {"rope_parameters": {"factor": 8.0}}),
+        ("dots1", {"sliding_window": 9}),
+        ("dots1", {"routed_scaling_factor": 1.4}),
+        ("dots1", {"n_group": 1, "topk_group": 1}),
+        ("exaone_moe", {"sliding_window": 9}),
+        ("exaone_moe", {"routed_scaling_factor": 1.4}),
     ],
     ids=str,
 )

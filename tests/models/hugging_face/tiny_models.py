@@ -13,7 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.hugging_face.tiny_configs import HYBRID, MODELS, SIZES, VOCABULARY
+from tests.models.hugging_face import tiny_configs
+from tests.models.hugging_face.more_tiny_configs import MORE
+from tests.models.hugging_face.tiny_configs import HYBRID, SIZES, VOCABULARY
+
+MODELS = {**tiny_configs.MODELS, **MORE}
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -1,0 +1,32 @@
+"""Models that transformers makes of a family where little or nothing is said: config.json, and their parameters.
+
+The class of Code World Model has the sizes of the model it was written for.
+"""
+
+import json
+
+import transformers
+
+_SAID = {
+    "cwm": {},
+    "dots1": {
+        "n_routed_experts": 128,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "max_window_layers": 40,
+    },
+    "exaone_moe": {"num_hidden_layers": 24, "num_key_value_heads": 8, "sliding_window": 128},
+}
+MADE = {
+    name: json.loads(transformers.AutoConfig.for_model(name, **said).to_json_string())
+    for name, said in _SAID.items()
+}
+# Elements of the tensors that transformers would save, tied ones once.
+PARAMETERS_OF_MADE = {
+    "cwm": 32_581_097_472,
+    "dots1": 161_206_283_840,
+    "exaone_moe": 20_864_511_424,
+}

@@ -1,0 +1,55 @@
+"""More tiny models, in the words of ``tiny_configs.py``: families of windows, and those built like earlier ones."""
+
+from tests.models.hugging_face.tiny_configs import Tiny
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_EXPERTS = {
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+MORE = {
+    "cwm": Tiny(
+        "Cwm",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "rope_parameters": _LLAMA3,
+        },
+        is_dense=True,
+    ),
+    "dots1": Tiny(
+        "Dots1",
+        {
+            **_EXPERTS,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
+    ),
+    "exaone_moe": Tiny(
+        "ExaoneMoe",
+        {
+            **_EXPERTS,
+            "num_experts": 8,
+            "num_shared_experts": 2,
+            "sliding_window": 8,
+            "sliding_window_pattern": 3,
+        },
+    ),
+}

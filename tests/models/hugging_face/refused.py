@@ -1,0 +1,19 @@
+"""What later families do not serve: a model, what of its config.json is otherwise, and what is said of it."""
+
+_TWO_KINDS = ["sliding_attention", "full_attention"]
+
+MORE_REFUSED = [
+    ("cwm", {"layer_types": _TWO_KINDS}, "layer_types of 2 in config.json must have a kind for"),
+    ("cwm", {"layer_types": ["chunked_attention"] * 64}, "layer_types=['chunked_attention']"),
+    ("cwm", {"sliding_window": None}, "'sliding_window': None"),
+    ("cwm", {"attention_bias": True}, "attention_bias=True"),
+    ("dots1", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("dots1", {"norm_topk_prob": None}, "norm_topk_prob=False"),
+    ("dots1", {"n_shared_experts": None}, "n_shared_experts=None"),
+    ("dots1", {"topk_group": 2, "n_group": 8}, "num_experts_per_tok=6 with topk_group=2"),
+    ("dots1", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("dots1", {"attention_bias": True}, "attention_bias=True"),
+    ("exaone_moe", {"layer_types": ["full_attention"] * 24}, "sliding_window=128 in config.json"),
+    ("exaone_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("exaone_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace=2"),
+]
