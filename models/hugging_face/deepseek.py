@@ -116,6 +116,23 @@ GLM4_MOE_LITE = replace(
     settings=_DEEPSEEK.settings_with({experts.FIRST_DENSE_LAYERS: experts.NAMED_LAYERS}),
     only={key: values for key, values in _DEEPSEEK.only.items() if key != "rms_norm_eps"},
 )
+# The attention alone, before dense MLPs.
+YOUTU = replace(
+    _DEEPSEEK,
+    model_type="youtu",
+    architecture="YoutuForCausalLM",
+    weights={
+        "model": w.OUTER,
+        "layer": w.LATENT_ATTENTION,
+        "dense layer": w.DENSE_BEHIND_OWN_NORM,
+    },
+    settings=(*s.LATENT_SIZES, s.TIED_UNLESS_SAID, rope.LATENT_ROPE),
+    constants=LLAMA_LIKE | {"multi_latent_attention": True, "qk_layernorm": True},
+    only=PLAIN
+    | NO_BIAS
+    | {name: _DEEPSEEK.only[name] for name in ("rope_interleave", "rms_norm_eps")},
+    changes_nothing=frozenset({"embedding_initializer_range"}),
+)
 _SPARSE = {
     "experimental_attention_variant": "dsa",
     "dsa_indexer_scoring_relu": True,

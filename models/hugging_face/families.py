@@ -28,6 +28,7 @@ from megatron_cp.models.hugging_face.deepseek import (
     GLM4_MOE_LITE,
     GLM_MOE_DSA,
     KIMI_K2,
+    YOUTU,
 )
 from megatron_cp.models.hugging_face.family import Family, Wrapper, images_too
 from megatron_cp.models.hugging_face.kimi import KIMI_LINEAR
@@ -342,6 +343,7 @@ FAMILIES: dict[str, Family] = {
         GLM_MOE_DSA,
         KIMI_K2,
         KIMI_LINEAR,
+        YOUTU,
         NEMOTRON_H,
     )
 }

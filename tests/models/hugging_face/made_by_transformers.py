@@ -1,6 +1,6 @@
 """Models that transformers makes of a family where little or nothing is said: config.json, and their parameters.
 
-The class of Code World Model has the sizes of the model it was written for.
+The classes of Code World Model, Youtu-LLM, GLM-4 and ERNIE 4.5 have the sizes of the models they were written for.
 """
 
 import json
@@ -9,6 +9,7 @@ import transformers
 
 _SAID = {
     "cwm": {},
+    "youtu": {},
     "dots1": {
         "n_routed_experts": 128,
         "n_shared_experts": 2,
@@ -27,6 +28,7 @@ MADE = {
 # Elements of the tensors that transformers would save, tied ones once.
 PARAMETERS_OF_MADE = {
     "cwm": 32_581_097_472,
+    "youtu": 1_961_560_064,
     "dots1": 161_206_283_840,
     "exaone_moe": 20_864_511_424,
 }

@@ -52,4 +52,17 @@ MORE = {
             "sliding_window_pattern": 3,
         },
     ),
+    "youtu": Tiny(
+        "Youtu",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "tie_word_embeddings": True,
+        },
+        is_dense=True,
+    ),
 }

@@ -16,4 +16,8 @@ MORE_REFUSED = [
     ("exaone_moe", {"layer_types": ["full_attention"] * 24}, "sliding_window=128 in config.json"),
     ("exaone_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
     ("exaone_moe", {"first_k_dense_replace": 2}, "first_k_dense_replace=2"),
+    ("youtu", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+    ("youtu", {"rope_interleave": False}, "rope_interleave=False"),
+    ("youtu", {"attention_bias": True}, "attention_bias=True"),
+    ("youtu", {"n_routed_experts": 8}, "n_routed_experts=8"),
 ]

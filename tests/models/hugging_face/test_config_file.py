@@ -176,6 +176,7 @@ def test_what_transformers_takes_for_granted_is_said():
             "cwm": ("layer_types",),
             "dots1": ("layer_types", "n_group", "topk_group"),
             "exaone_moe": ("layer_types", "mlp_layer_types", "n_group", "topk_group"),
+            "youtu": ("tie_word_embeddings",),
         }.items()
     }
     for name, config in silent.items():

@@ -174,6 +174,7 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("dots1", {"n_group": 1, "topk_group": 1}),
         ("exaone_moe", {"sliding_window": 9}),
         ("exaone_moe", {"routed_scaling_factor": 1.4}),
+        ("youtu", {"rope_parameters": {"rope_theta": 9000.0}}),
     ],
     ids=str,
 )
