@@ -282,6 +282,7 @@ def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 _UNLESS_SAID = {
+    "rotary_interleaved": False,
     "no_rope_freq": None,
     "squared_relu": False,
     "rotary_seq_len_interpolation_factor": None,
@@ -305,7 +306,6 @@ def _saved_arguments(request: Request, arguments: Arguments, dtype: torch.dtype)
         norm_epsilon=arguments["layernorm_epsilon"],
         add_position_embedding=True,
         use_rotary_position_embeddings=is_rope,
-        rotary_interleaved=False,
         apply_layernorm_1p=bool(arguments.get("layernorm_zero_centered_gamma")),
         apply_query_key_layer_scaling=False,
         attention_dropout=0.0,

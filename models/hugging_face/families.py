@@ -32,6 +32,7 @@ from megatron_cp.models.hugging_face.deepseek import (
 )
 from megatron_cp.models.hugging_face.family import Family, Wrapper, images_too
 from megatron_cp.models.hugging_face.kimi import KIMI_LINEAR
+from megatron_cp.models.hugging_face.neighbours import ERNIE4_5, GLM
 from megatron_cp.models.hugging_face.nemotron import NEMOTRON_H
 from megatron_cp.models.hugging_face.qwen import (
     QWEN2,
@@ -319,6 +320,7 @@ FAMILIES: dict[str, Family] = {
         SMOLLM3,
         SEED_OSS,
         ARCEE,
+        ERNIE4_5,
         QWEN2,
         QWEN2_MOE,
         QWEN3,
@@ -328,6 +330,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        GLM,
         GLM4_MOE,
         GLM4_MOE_LITE,
         GLM4V_MOE,

@@ -146,6 +146,16 @@ def _rope_to_config(arguments: Arguments) -> dict[str, Any]:
 ROPE = Setting(keys=_ROPE_KEYS, to_arguments=_rope_from_config, to_config=_rope_to_config)
 
 
+def _rope_but_yarn_from_config(config: Config) -> Arguments:
+    """Returns RoPE of a family that rotates neighbours: Megatron-Core's YaRN rotates halves alone."""
+    if _rope(config)[1] == "yarn":
+        raise _unknown_rope("yarn", "'default', 'linear' and 'llama3'")
+    return _rope_from_config(config)
+
+
+ROPE_BUT_YARN = replace(ROPE, to_arguments=_rope_but_yarn_from_config)
+
+
 # A text's tokens have one position: how pairs are dealt to time, height and width changes nothing.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 ROPE_OF_TEXTS = replace(ROPE, to_arguments=lambda config: _rope_from_config(config, _OF_IMAGES))

@@ -10,6 +10,8 @@ import transformers
 _SAID = {
     "cwm": {},
     "youtu": {},
+    "glm": {},
+    "ernie4_5": {},
     "dots1": {
         "n_routed_experts": 128,
         "n_shared_experts": 2,
@@ -29,6 +31,8 @@ MADE = {
 PARAMETERS_OF_MADE = {
     "cwm": 32_581_097_472,
     "youtu": 1_961_560_064,
+    "glm": 9_399_951_360,
+    "ernie4_5": 360_748_032,
     "dots1": 161_206_283_840,
     "exaone_moe": 20_864_511_424,
 }

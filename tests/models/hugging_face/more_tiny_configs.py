@@ -1,4 +1,4 @@
-"""More tiny models, in the words of ``tiny_configs.py``: families of windows, and those built like earlier ones."""
+"""More tiny models, in the words of ``tiny_configs.py``: windows in some layers, neighbours that rotate."""
 
 from tests.models.hugging_face.tiny_configs import Tiny
 
@@ -51,6 +51,12 @@ MORE = {
             "sliding_window": 8,
             "sliding_window_pattern": 3,
         },
+    ),
+    "glm": Tiny("Glm", {"head_dim": 32, "pad_token_id": None}, is_dense=True),
+    "ernie4_5": Tiny(
+        "Ernie4_5",
+        {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": _LLAMA3},
+        is_dense=True,
     ),
     "youtu": Tiny(
         "Youtu",

@@ -176,6 +176,8 @@ def test_what_transformers_takes_for_granted_is_said():
             "cwm": ("layer_types",),
             "dots1": ("layer_types", "n_group", "topk_group"),
             "exaone_moe": ("layer_types", "mlp_layer_types", "n_group", "topk_group"),
+            "ernie4_5": ("tie_word_embeddings", "use_bias"),
+            "glm": ("attention_bias",),
             "youtu": ("tie_word_embeddings",),
         }.items()
     }
