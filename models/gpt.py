@@ -24,7 +24,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import init_method_normal
 
-from megatron_cp.mcore.parts import loss_fusion, rope_fusion
+from megatron_cp.mcore.parts import longrope, loss_fusion, rope_fusion
 from megatron_cp.mcore.parts.rope import install_position_rotary
 from megatron_cp.mcore.settings import sparse_settings
 from megatron_cp.mcore.spec import gpt_block_spec, mtp_block_spec
@@ -117,6 +117,7 @@ def transformer_config(
         for name, (argument, default) in _YARN.items():
             value = arguments.get(argument)
             setattr(config, name, default if value is None else value)
+    longrope.scale_angles(config, arguments)
     return config
 
 
@@ -209,7 +210,8 @@ def fusions_of(arguments: Arguments) -> dict[str, bool]:
         "apply_rope_fusion": on_cuda
         and has_rope
         and wants("apply_rope_fusion", True)
-        and not wants("rotary_interleaved"),
+        and not wants("rotary_interleaved")
+        and not wants("longrope_attention_factor"),
         "persist_layer_norm": on_cuda
         and is_apex_norm
         and not has_engine
@@ -272,5 +274,6 @@ def build_gpt(
         vp_stage=vp_stage,
         **embedding_options(arguments),
     )
+    longrope.divide_frequencies(model, arguments)
     install_position_rotary(model)
     return model

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.mcore.settings.layer_patterns import PATTERNS, layer_pattern
+from megatron_cp.mcore.settings.longrope_settings import LONGROPE
 from megatron_cp.models.hugging_face.families import FAMILIES
 from megatron_cp.models.hugging_face.family import Family
 from megatron_cp.models.hugging_face.refusal import ConversionError, listing, refuse
@@ -17,8 +18,8 @@ from megatron_cp.models.hugging_face.settings import Arguments, Config
 
 # What does not change the weights or what they compute. Duplicates of a key that is read
 # (experts_per_token) and counts that follow from others (qk_head_dim) are among them; so are prediction layers of
-# families whose tensors of them are refused by name. The length of pretraining decides long RoPE alone, which is
-# refused.
+# families whose tensors of them are refused by name. The length of pretraining decides LongRoPE alone, which one
+# family has and reads it.
 _CHANGES_NOTHING = """
     _attn_implementation _name_or_path architectures attn_implementation auto_map bos_token_id
     cross_attention_hidden_size dtype eos_token_id ep_size experts_per_token head_dim
@@ -269,6 +270,7 @@ _UNSAID = {
     "no_rope_freq": None,
     "llama_4_scaling_beta": None,
     "rotary_seq_len_interpolation_factor": None,
+    **dict.fromkeys(LONGROPE),
     "use_mup": False,
 }
 _UNSAID_OF_EXPERTS = {

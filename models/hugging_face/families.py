@@ -32,6 +32,7 @@ from megatron_cp.models.hugging_face.deepseek import (
 )
 from megatron_cp.models.hugging_face.family import Family, Wrapper, images_too
 from megatron_cp.models.hugging_face.kimi import KIMI_LINEAR
+from megatron_cp.models.hugging_face.longrope_settings import PARTIAL_OR_LONG_ROPE
 from megatron_cp.models.hugging_face.neighbours import ERNIE4_5, GLM
 from megatron_cp.models.hugging_face.nemotron import NEMOTRON_H
 from megatron_cp.models.hugging_face.qwen import (
@@ -90,7 +91,7 @@ PHI3 = Family(
         "layer": w.JOINED_ATTENTION,
         "dense layer": (*w.DENSE_NORM, *w.JOINED_DENSE),
     },
-    settings=(*SHAPE, rope.partial_rope(1.0), windows.window_everywhere(None)),
+    settings=(*SHAPE, PARTIAL_OR_LONG_ROPE, windows.window_everywhere(None)),
     constants=LLAMA_LIKE_BUT_WINDOWS,
     only=ANY_SHARE_ROTATES
     | NO_BIAS

@@ -16,7 +16,7 @@ from megatron_cp.models.hugging_face.settings import Arguments, Config, Keys, Se
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
-def _rope(config: Config) -> tuple[int | float, str, dict[str, Any]]:
+def said_of_rope(config: Config) -> tuple[int | float, str, dict[str, Any]]:
     """Returns (base, kind, what else is said) of either form: flat with rope_scaling, or rope_parameters.
 
     Raises NotImplementedError where both are there and differ: versions of transformers take one or the other.
@@ -62,7 +62,7 @@ def _scaling(said: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": kind} | {name: value for name, value in said.items() if name not in names}
 
 
-def _take(said: dict[str, Any], allowed: Mapping[str, tuple[Any, ...]], kind: str) -> None:
+def take(said: dict[str, Any], allowed: Mapping[str, tuple[Any, ...]], kind: str) -> None:
     """Refuses what a kind of RoPE says beside the `allowed` values (empty: any)."""
     for name, value in said.items():
         if value is None and name in allowed:
@@ -78,7 +78,8 @@ def _take(said: dict[str, Any], allowed: Mapping[str, tuple[Any, ...]], kind: st
             )
 
 
-def _unknown_rope(kind: str, served: str) -> NotImplementedError:
+def unknown_rope(kind: str, served: str) -> NotImplementedError:
+    """Returns the refusal of a kind that a family does not have."""
     return NotImplementedError(
         f"rope_type={kind!r} in config.json is not served; this family has {served}; convert a "
         "model with one of these"
@@ -99,7 +100,7 @@ _NUMBERS: dict[str, dict[str, tuple[float, ...]]] = {
 
 
 def _rope_from_config(config: Config, ignored: tuple[str, ...] = ()) -> Arguments:
-    theta, kind, said = _rope(config)
+    theta, kind, said = said_of_rope(config)
     said = {name: value for name, value in said.items() if name not in ignored}
     if said.get("partial_rotary_factor") == 1:  # transformers moves it there from the outer keys
         del said["partial_rotary_factor"]
@@ -112,8 +113,8 @@ def _rope_from_config(config: Config, ignored: tuple[str, ...] = ()) -> Argument
         "use_rope_scaling": kind == "llama3",
     }
     if kind not in _NUMBERS:
-        raise _unknown_rope(kind, "'default', 'linear', 'llama3' and 'yarn'")
-    _take(said, _NUMBERS[kind], kind)
+        raise unknown_rope(kind, "'default', 'linear', 'llama3' and 'yarn'")
+    take(said, _NUMBERS[kind], kind)
     if kind == "linear":
         factor = Keys(said)["factor"]
         if not float(factor).is_integer():
@@ -126,7 +127,7 @@ def _rope_from_config(config: Config, ignored: tuple[str, ...] = ()) -> Argument
         numbers = Keys(said)
         arguments["rope_scaling_factor"] = float(numbers["factor"])
         for name in _LLAMA3:
-            numbers[name]  # raises where it is missing; its value was judged by _take
+            numbers[name]  # raises where it is missing; its value was judged by take
     return arguments
 
 
@@ -148,8 +149,8 @@ ROPE = Setting(keys=_ROPE_KEYS, to_arguments=_rope_from_config, to_config=_rope_
 
 def _rope_but_yarn_from_config(config: Config) -> Arguments:
     """Returns RoPE of a family that rotates neighbours: Megatron-Core's YaRN rotates halves alone."""
-    if _rope(config)[1] == "yarn":
-        raise _unknown_rope("yarn", "'default', 'linear' and 'llama3'")
+    if said_of_rope(config)[1] == "yarn":
+        raise unknown_rope("yarn", "'default', 'linear' and 'llama3'")
     return _rope_from_config(config)
 
 
@@ -175,12 +176,12 @@ def partial_rope(default_share: float, ignored: tuple[str, ...] = ()) -> Setting
     """Returns RoPE of a share of each head; `default_share` where config.json is silent; `ignored` changes nothing."""
 
     def to_arguments(config: Config) -> Arguments:
-        theta, kind, said = _rope(config)
+        theta, kind, said = said_of_rope(config)
         if kind != "default":
-            raise _unknown_rope(kind, "'default'")
+            raise unknown_rope(kind, "'default'")
         alone = config.get("partial_rotary_factor", default_share)
         share = said.pop("partial_rotary_factor", alone)
-        _take({name: value for name, value in said.items() if name not in ignored}, {}, kind)
+        take({name: value for name, value in said.items() if name not in ignored}, {}, kind)
         return {
             "position_embedding_type": "rope",
             "rotary_base": theta,
@@ -213,14 +214,14 @@ _YARN = {
 
 
 def _yarn_from_config(config: Config) -> Arguments:
-    theta, kind, said = _rope(config)
+    theta, kind, said = said_of_rope(config)
     if kind != "yarn":
-        raise _unknown_rope(kind, "'yarn'")
+        raise unknown_rope(kind, "'yarn'")
     return _yarn_arguments(theta, said)
 
 
 def _yarn_arguments(theta: float, said: dict[str, Any]) -> Arguments:
-    _take(said, dict.fromkeys(_YARN, ()), "yarn")
+    take(said, dict.fromkeys(_YARN, ()), "yarn")
     said = Keys({"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True} | said)
     return {
         "position_embedding_type": "yarn",
@@ -250,9 +251,9 @@ _MSCALES = ("mscale", "mscale_all_dim")
 
 def _mistral_yarn_from_config(config: Config) -> Arguments:
     """Returns YaRN with its scale of angles, and beta, by which queries grow with their position (query_scale.py)."""
-    theta, kind, said = _rope(config)
+    theta, kind, said = said_of_rope(config)
     if kind != "yarn":
-        raise _unknown_rope(kind, "'yarn'")
+        raise unknown_rope(kind, "'yarn'")
     beta = Keys(said)[_SCALED_QUERIES]
     if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 <= beta < math.inf:
         raise ValueError(
@@ -289,7 +290,7 @@ _LATENT_YARN = {
 
 
 def _latent_rope_from_config(config: Config) -> Arguments:
-    theta, kind, said = _rope(config)
+    theta, kind, said = said_of_rope(config)
     for name in ("mscale", "mscale_all_dim"):
         if not said.get(name):
             said.pop(name, None)  # null and 0 are as if it were not there
@@ -302,11 +303,11 @@ def _latent_rope_from_config(config: Config) -> Arguments:
         "rotary_scaling_factor": 1.0,
     }
     if kind not in ("default", "yarn"):
-        raise _unknown_rope(kind, "'default' and 'yarn'")
+        raise unknown_rope(kind, "'default' and 'yarn'")
     numbers: dict[str, tuple[float, ...]] = dict.fromkeys(
         _LATENT_YARN if kind == "yarn" else (), ()
     )
-    _take(said, {**numbers, "partial_rotary_factor": (1.0,)}, kind)
+    take(said, {**numbers, "partial_rotary_factor": (1.0,)}, kind)
     if kind == "yarn":
         if bool(said.get("mscale")) != bool(said.get("mscale_all_dim")):
             raise NotImplementedError(

@@ -66,7 +66,8 @@ def negated(key: str, argument: str, default: bool) -> Setting:
     )
 
 
-def _heads_from_config(config: Config, width: int | None = None) -> Arguments:
+def heads_of(config: Config, width: int | None = None) -> Arguments:
+    """Returns heads of queries, of keys and values, and their width, which has a default."""
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or width or config["hidden_size"] // heads
@@ -88,7 +89,7 @@ def _heads_from_config(config: Config, width: int | None = None) -> Arguments:
 
 HEADS = Setting(
     keys=("num_attention_heads", "num_key_value_heads", "head_dim"),
-    to_arguments=_heads_from_config,
+    to_arguments=heads_of,
     to_config=lambda arguments: {
         "num_attention_heads": arguments["num_attention_heads"],
         "num_key_value_heads": arguments["num_query_groups"],
@@ -105,7 +106,7 @@ def heads_of_width(default: int) -> Setting:
             raise MissingKeyError(
                 "num_key_value_heads is missing in config.json; it must be there; add it"
             )
-        return _heads_from_config(config, config.get("attention_head_dim") or default)
+        return heads_of(config, config.get("attention_head_dim") or default)
 
     return replace(HEADS, keys=(*HEADS.keys, "attention_head_dim"), to_arguments=to_arguments)
 
@@ -227,7 +228,7 @@ A_PREDICTION_LAYER = Setting(  # of which config.json says nothing
 
 
 def _latent_heads_from_config(config: Config) -> Arguments:
-    arguments = _heads_from_config(Keys({**config, "head_dim": config["v_head_dim"]}))
+    arguments = heads_of(Keys({**config, "head_dim": config["v_head_dim"]}))
     if arguments["group_query_attention"]:
         raise NotImplementedError(
             f"num_key_value_heads={arguments['num_query_groups']} in config.json is not served; "

@@ -55,6 +55,7 @@ from megatron_cp.training.arguments.memory import (
 )
 from megatron_cp.training.arguments.positions import (
     check_latent_positions,
+    check_longrope,
     check_yarn,
     note_stretched_positions,
 )
@@ -331,6 +332,7 @@ _CHECKS: tuple[tuple[Any, ...], ...] = (
     (check_rotation,),
     (check_skipped_rotation,),
     (check_yarn,),
+    (check_longrope,),
     (note_stretched_positions,),
     (check_latent_positions,),
     (check_recomputed_modules,),

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_cp.mcore.settings.longrope_settings import LONGROPE
 from megatron_cp.training.arguments.faults import discard
 from megatron_cp.training.arguments.flags import actions_by_name, add_served_flags, words_of
 from megatron_cp.training.arguments.hybrid_model import MEGATRONS_SPECS
@@ -63,6 +64,7 @@ _REST: dict[str, tuple[str, ...]] = {
     ),
     "rotation": (
         "no_rope_freq", "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor",
+        *LONGROPE,
     ),
     "yarn": (
         "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",

@@ -92,6 +92,10 @@ MODEL_TABLE = """
 --yarn-correction-range-round-to-int maybe - | round YaRN's bounds; the default
 --no-yarn-correction-range-round-to-int off:yarn_correction_range_round_to_int - | or not
 --rotary-seq-len-interpolation-factor int - | linear position interpolation
+--longrope-short-factors floats - | LongRoPE: divisors of the frequencies where --seq-length is that of pretraining
+--longrope-long-factors floats - | and where it is longer
+--longrope-original-max-position-embeddings int - | the longest sequence of pretraining
+--longrope-attention-factor float - | scale of cosines and sines
 --use-rope-scaling on - | Llama 3.1 scaling of the frequencies
 --rope-scaling-factor float 8.0 | factor of that scaling
 

@@ -5,10 +5,12 @@ Each check yields its faults as `faults.py` describes.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_cp.mcore.settings.longrope_settings import LONGROPE, is_long
 from megatron_cp.mcore.settings.sparse_settings import is_sparse
 
 # Value without effect on anything, by attribute. Core's YaRN takes base and factors of its own alone.
@@ -74,6 +76,50 @@ def note_stretched_positions(args: Namespace) -> Iterator[str]:
             "on without it"
         )
     yield from ()  # it notes, and finds no fault
+
+
+_NOT_BESIDE_LONGROPE: Mapping[str, Any] = {
+    "multi_latent_attention": False,
+    "use_rope_scaling": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "hybrid_layer_pattern": None,
+}
+
+
+def check_longrope(args: Namespace) -> Iterator[str]:
+    """Yields what LongRoPE lacks, and what it does not go with; notes which factors the run takes."""
+    given = [name for name in LONGROPE if getattr(args, name) is not None]
+    if not given:
+        return
+    flags = {name: f"--{name.replace('_', '-')}" for name in (*LONGROPE, *_NOT_BESIDE_LONGROPE)}
+    missing = [flags[name] for name in LONGROPE if name not in given]
+    if missing:
+        yield f"{flags[given[0]]} needs {', '.join(missing)}: LongRoPE has four settings; give all, or none"
+        return
+    if args.position_embedding_type != "rope":
+        yield (
+            f"{flags[given[0]]} with --position-embedding-type {args.position_embedding_type} is not served: LongRoPE "
+            "divides RoPE's frequencies; give --position-embedding-type rope"
+        )
+    for name, default in _NOT_BESIDE_LONGROPE.items():
+        if getattr(args, name) != default:
+            yield (
+                f"{flags[given[0]]} with {flags[name]} is not served: LongRoPE stretches positions by itself, in GPT "
+                "models with plain attention; leave one of them out"
+            )
+    count = int(args.kv_channels * args.rotary_percent) // 2
+    for name in LONGROPE[:2]:
+        factors = getattr(args, name)
+        if len(factors) != count or not all(0 < one < math.inf for one in factors):
+            yield (
+                f"{flags[name]} of {len(factors)} must be {count} positive numbers, one for each frequency of a head "
+                f"of {args.kv_channels} with --rotary-percent {args.rotary_percent}"
+            )
+    kind, where = ("long", "longer than") if is_long(vars(args)) else ("short", "not longer than")
+    args.notes.append(
+        f"LongRoPE takes its {kind} factors, for every document: --seq-length {args.seq_length} is {where} "
+        f"{flags[LONGROPE[2]]} {args.longrope_original_max_position_embeddings}"
+    )
 
 
 def check_latent_positions(args: Namespace) -> Iterator[str]:

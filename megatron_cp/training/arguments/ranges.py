@@ -26,6 +26,8 @@ RANGES = {
     "yarn_beta_fast": _POSITIVE,
     "yarn_beta_slow": _POSITIVE,
     "llama_4_scaling_beta": _POSITIVE,
+    "longrope_original_max_position_embeddings": _POSITIVE,
+    "longrope_attention_factor": _POSITIVE,
     "beta_fast": _POSITIVE,
     "beta_slow": _POSITIVE,
     "original_max_position_embeddings": _POSITIVE,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cp.mcore.settings.layer_patterns import PATTERNS, layer_pattern
+from megatron_cp.mcore.settings.longrope_settings import LONGROPE
 from megatron_cp.mcore.settings.mixers import DELTA, KDA, MAMBA, layer_mixers_of
 
 # Argument -> its flag, where that is not the name with dashes.
@@ -35,6 +36,7 @@ _ARGUMENTS = {
     "mscale": None,
     "mscale_all_dim": None,
     "llama_4_scaling_beta": None,
+    **dict.fromkeys(LONGROPE),
     "beta_fast": None,
     "beta_slow": None,
     "original_max_position_embeddings": None,

@@ -20,7 +20,33 @@ _EXPERTS = {
     "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7],
+    "long_factor": [1.1, 1.6, 2.5, 4.0, 9.0, 30.0],
+}
 MORE = {
+    # The shortest document is longer than what the model was pretrained with: transformers takes the long factors too.
+    "phi3_long": Tiny(
+        "Phi3",
+        {
+            "pad_token_id": None,
+            "original_max_position_embeddings": 5,
+            "rope_parameters": _LONGROPE,
+        },
+        is_dense=True,
+    ),
+    "phi3_short": Tiny(
+        "Phi3",
+        {
+            "pad_token_id": None,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {**_LONGROPE, "attention_factor": 1.2},
+        },
+        is_dense=True,
+    ),
     "cwm": Tiny(
         "Cwm",
         {

@@ -1,8 +1,32 @@
 """What later families do not serve: a model, what of its config.json is otherwise, and what is said of it."""
 
+_LONG = "Phi-3-mini with LongRoPE"
+
+
+def _longrope(**change: object) -> dict:
+    factors = [1.0] * 48
+    said = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors}
+    return {"rope_parameters": said | {"long_factor": factors} | change}
+
+
 _TWO_KINDS = ["sliding_attention", "full_attention"]
 
 MORE_REFUSED = [
+    ("phi-4", {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "long_factor is missing"),
+    (
+        _LONG,
+        _longrope(rope_type="yarn"),
+        "rope_type='yarn' in config.json is not served; this family",
+    ),
+    (_LONG, _longrope(short_factor=[1.0] * 47), "short_factor of 47 in config.json must be 48 pos"),
+    (_LONG, _longrope(long_factor=[0.0] * 48), "long_factor of 48 in config.json must be 48 posit"),
+    (_LONG, _longrope(long_mscale=1.1), "long_mscale=1.1 of rope type 'longrope'"),
+    (_LONG, _longrope(partial_rotary_factor=0.75), "short_factor of 48 in config.json must be 36"),
+    (
+        _LONG,
+        _longrope(original_max_position_embeddings=8192),
+        "and 8192 in its rope_parameters say",
+    ),
     ("cwm", {"layer_types": _TWO_KINDS}, "layer_types of 2 in config.json must have a kind for"),
     ("cwm", {"layer_types": ["chunked_attention"] * 64}, "layer_types=['chunked_attention']"),
     ("cwm", {"sliding_window": None}, "'sliding_window': None"),

@@ -56,6 +56,12 @@ ONE_RANK = [name for name in MODELS if name not in (*TENSOR_RANKS, *STAGES, *EXP
 CONTEXT_RANKS = [*((name, 1) for name in ONE_RANK), *((name, 2) for name in MODELS)]
 
 
+_LONGER_THAN_PRETRAINING = {
+    "original_max_position_embeddings": 255,
+    "rope_parameters": {"original_max_position_embeddings": 255},
+}
+
+
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory) -> Path:
     """Checkpoints of every tiny model, converted with a padded vocabulary."""
@@ -167,6 +173,9 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("kimi_k2", {"rope_parameters": {"original_max_position_embeddings": 64}}),
         ("nemotron_h_moe", {"routed_scaling_factor": 2.4}),
         ("nemotron_h_moe", {"n_group": 1, "topk_group": 1}),
+        ("phi3_long", {"rope_parameters": {"attention_factor": 1.8}}),
+        ("phi3_long", {"rope_parameters": {"long_factor": [1.1, 1.6, 2.5, 4.0, 9.0, 25.0]}}),
+        ("phi3_short", _LONGER_THAN_PRETRAINING),
         ("cwm", {"sliding_window": 9}),
         ("cwm", {"rope_parameters": {"factor": 8.0}}),
         ("dots1", {"sliding_window": 9}),
