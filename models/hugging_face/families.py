@@ -129,6 +129,24 @@ ARCEE = Family(
     only=PLAIN | NO_BIAS | {"hidden_act": ("relu2",)},
     always={"hidden_act": "relu2"},
 )
+NEMOTRON = replace(
+    ARCEE,
+    model_type="nemotron",
+    architecture="NemotronForCausalLM",
+    weights={
+        "model": (*w.OUTER, w.NORM_BIASES["model"]),
+        "layer": (*w.ATTENTION, w.NORM_BIASES["layer"]),
+        "dense layer": (*ARCEE.weights["dense layer"], w.NORM_BIASES["dense layer"]),
+    },
+    settings=(*SHAPE, rope.HALF_ROPE),
+    constants={
+        **ARCEE.constants,
+        "normalization": "LayerNorm",
+        "layernorm_zero_centered_gamma": True,
+    },
+    only=ANY_SHARE_ROTATES | NO_BIAS | {"hidden_act": ("relu2",)},
+    words={"norm_eps": "rms_norm_eps"},
+)
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
@@ -348,6 +366,7 @@ FAMILIES: dict[str, Family] = {
         KIMI_K2,
         KIMI_LINEAR,
         YOUTU,
+        NEMOTRON,
         NEMOTRON_H,
     )
 }

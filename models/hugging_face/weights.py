@@ -328,6 +328,11 @@ HUNYUAN_ROUTER = (
     row("mlp.router.weight", ("mlp.router.gate.weight", "EH")),
     row("mlp.router.expert_bias", ("mlp.expert_bias", "E")),
 )
+NORM_BIASES = {  # of LayerNorm, beside the weights
+    "model": row("decoder.final_layernorm.bias", ("model.norm.bias", "H")),
+    "layer": row("self_attention.linear_qkv.layer_norm_bias", ("input_layernorm.bias", "H")),
+    "dense layer": row("mlp.linear_fc1.layer_norm_bias", ("post_attention_layernorm.bias", "H")),
+}
 EXAONE_ROUTER = (
     DEEPSEEK_ROUTER[0],
     row("mlp.router.expert_bias", ("mlp.e_score_correction_bias", "E")),

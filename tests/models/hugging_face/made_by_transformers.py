@@ -21,6 +21,7 @@ _SAID = {
     },
     "cwm": {},
     "youtu": {},
+    "nemotron": {"num_key_value_heads": 8},
     "glm": {},
     "ernie4_5": {},
     "dots1": {
@@ -47,6 +48,7 @@ PARAMETERS_OF_MADE = {
     "youtu": 1_961_560_064,
     "glm": 9_399_951_360,
     "ernie4_5": 360_748_032,
+    "nemotron": 15_628_775_424,
     "dots1": 161_206_283_840,
     "exaone_moe": 20_864_511_424,
 }

@@ -84,6 +84,7 @@ MORE = {
         {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": _LLAMA3},
         is_dense=True,
     ),
+    "nemotron": Tiny("Nemotron", {"head_dim": 32, "norm_eps": 1e-4}, is_dense=True),
     "youtu": Tiny(
         "Youtu",
         {

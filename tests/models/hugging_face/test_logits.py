@@ -186,6 +186,8 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("glm", {"rope_parameters": {"partial_rotary_factor": 0.25}}),
         ("glm", {"rms_norm_eps": 1e-2}),
         ("ernie4_5", {"rope_parameters": {"factor": 8.0}}),
+        ("nemotron", {"norm_eps": 1e-2}),
+        ("nemotron", {"rope_parameters": {"partial_rotary_factor": 0.25}}),
         ("youtu", {"rope_parameters": {"rope_theta": 9000.0}}),
     ],
     ids=str,
