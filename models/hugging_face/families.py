@@ -46,7 +46,7 @@ from megatron_cp.models.hugging_face.qwen import (
     QWEN3_VL,
     QWEN3_VL_MOE,
 )
-from megatron_cp.models.hugging_face.windowed import CWM, EXAONE_MOE
+from megatron_cp.models.hugging_face.windowed import CWM, EXAONE_MOE, MINISTRAL
 
 LLAMA = Family(
     model_type="llama",
@@ -333,6 +333,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         LLAMA,
         MISTRAL,
+        MINISTRAL,
         MINISTRAL3,
         CWM,
         PHI3,

@@ -74,6 +74,9 @@ def _kinds(is_full: Sequence[bool]) -> list[str]:
 WINDOWS_BUT_EVERY_FOURTH = windows_unless_named(
     lambda config: _kinds([layer % 4 == 0 for layer in range(config["num_hidden_layers"])])
 )
+WINDOWS_OF_ALL = windows_unless_named(
+    lambda config: _kinds([config["sliding_window"] is None] * config["num_hidden_layers"])
+)
 WINDOWS_OF_LAST_LAYERS = windows_unless_named(
     lambda config: _kinds(
         [

@@ -1,6 +1,8 @@
-"""Families whose layers see either a window or all: Code World Model and K-EXAONE."""
+"""Families whose layers see either a window or all: Code World Model, Ministral 8B and K-EXAONE."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from megatron_cp.models.hugging_face import expert_settings as experts
 from megatron_cp.models.hugging_face import rope_settings as rope
@@ -22,6 +24,12 @@ CWM = Family(
     settings=(*SHAPE, rope.ROPE, windows.WINDOWS_BUT_EVERY_FOURTH),
     constants=LLAMA_LIKE,
     only=PLAIN | NO_BIAS,
+)
+MINISTRAL = replace(
+    CWM,
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    settings=(*SHAPE, rope.ROPE, windows.WINDOWS_OF_ALL),
 )
 EXAONE_MOE = Family(
     model_type="exaone_moe",

@@ -20,6 +20,7 @@ _SAID = {
         },
     },
     "cwm": {},
+    "ministral": {"head_dim": 128},
     "youtu": {},
     "nemotron": {"num_key_value_heads": 8},
     "glm": {},
@@ -45,6 +46,7 @@ MADE = {
 PARAMETERS_OF_MADE = {
     "Phi-3-mini with LongRoPE": 3_821_079_552,
     "cwm": 32_581_097_472,
+    "ministral": 7_241_732_096,
     "youtu": 1_961_560_064,
     "glm": 9_399_951_360,
     "ernie4_5": 360_748_032,

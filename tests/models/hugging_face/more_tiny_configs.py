@@ -57,6 +57,15 @@ MORE = {
         },
         is_dense=True,
     ),
+    "ministral": Tiny(
+        "Ministral",
+        {
+            "head_dim": 32,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        is_dense=True,
+    ),
     "dots1": Tiny(
         "Dots1",
         {

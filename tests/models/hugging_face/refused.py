@@ -31,6 +31,7 @@ MORE_REFUSED = [
     ("cwm", {"layer_types": ["chunked_attention"] * 64}, "layer_types=['chunked_attention']"),
     ("cwm", {"sliding_window": None}, "'sliding_window': None"),
     ("cwm", {"attention_bias": True}, "attention_bias=True"),
+    ("ministral", {"layer_types": ["linear_attention"] * 32}, "layer_types=['linear_attention']"),
     ("dots1", {"norm_topk_prob": False}, "norm_topk_prob=False"),
     ("dots1", {"norm_topk_prob": None}, "norm_topk_prob=False"),
     ("dots1", {"n_shared_experts": None}, "n_shared_experts=None"),

@@ -174,7 +174,7 @@ def test_what_transformers_takes_for_granted_is_said():
             "Mistral-7B-v0.1": ("sliding_window",),
             "SmolLM3-3B": ("no_rope_layers", "no_rope_layer_interval"),
             "GLM-4.5-Air": ("partial_rotary_factor", "use_qk_norm"),
-            "cwm": ("layer_types",),
+            **dict.fromkeys(("cwm", "ministral"), ("layer_types",)),
             "dots1": ("layer_types", "n_group", "topk_group"),
             "exaone_moe": ("layer_types", "mlp_layer_types", "n_group", "topk_group"),
             "ernie4_5": ("tie_word_embeddings", "use_bias"),

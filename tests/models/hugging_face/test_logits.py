@@ -178,6 +178,7 @@ def test_two_expert_parallel_ranks_load_the_same_checkpoint(converted: Path, nam
         ("phi3_short", _LONGER_THAN_PRETRAINING),
         ("cwm", {"sliding_window": 9}),
         ("cwm", {"rope_parameters": {"factor": 8.0}}),
+        ("ministral", {"sliding_window": 9}),
         ("dots1", {"sliding_window": 9}),
         ("dots1", {"routed_scaling_factor": 1.4}),
         ("dots1", {"n_group": 1, "topk_group": 1}),
