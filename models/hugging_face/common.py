@@ -33,6 +33,7 @@ NO_WINDOW = {
 }
 NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 SHAPE = (*s.SIZES, s.TIED)
+AS_DEEPSEEK_CHOOSES = {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)}
 EXPERTS_BEHIND_DENSE_LAYERS = (
     experts.ROUTED_EXPERTS,
     experts.TOP_K,

@@ -196,10 +196,10 @@ GROUPS = Setting(
     },
 )
 
-GROUPS_UNLESS_SAID = replace(  # one group where config.json is silent
+GROUPS_UNLESS_SAID = replace(  # one group where config.json is silent, or says null
     GROUPS,
     to_arguments=lambda config: _groups_from_config(
-        Keys({"n_group": 1, "topk_group": 1, **config})
+        Keys({**config, **{name: config.get(name) or 1 for name in GROUPS.keys}})
     ),
 )
 

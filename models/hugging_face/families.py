@@ -11,6 +11,7 @@ from megatron_cp.models.hugging_face import weights as w
 from megatron_cp.models.hugging_face import window_settings as windows
 from megatron_cp.models.hugging_face.common import (
     ANY_SHARE_ROTATES,
+    AS_DEEPSEEK_CHOOSES,
     EXPERTS_AFTER_SOFTMAX,
     EXPERTS_BEHIND_DENSE_LAYERS,
     EXPERTS_BY_SIGMOID,
@@ -95,7 +96,9 @@ PHI3 = Family(
     constants=LLAMA_LIKE_BUT_WINDOWS,
     only=ANY_SHARE_ROTATES
     | NO_BIAS
-    | {"layer_types": (None,), "resid_pdrop": (0, None), "embd_pdrop": (0, None)},
+    | {"layer_types": (None,), "resid_pdrop": (0, None), "embd_pdrop": (0, None)}
+    # Of Phi-4-mini.
+    | {"full_attn_mod": (1, None), "interpolate_factor": (1, None), "lm_head_bias": (False, None)},
 )
 SMOLLM3 = Family(
     model_type="smollm3",
@@ -206,13 +209,7 @@ DOTS1 = replace(
         experts.SCALED_TO_ONE,
     ),
     constants=LLAMA_LIKE | EXPERTS_BY_SIGMOID | {"qk_layernorm": True},
-    only=PLAIN
-    | NO_BIAS
-    | {
-        "scoring_func": ("sigmoid", None),
-        "topk_method": ("noaux_tc", None),
-        "moe_layer_freq": (1, None),
-    },
+    only=PLAIN | NO_BIAS | AS_DEEPSEEK_CHOOSES | {"moe_layer_freq": (1, None)},
 )
 SOLAR_OPEN = Family(
     model_type="solar_open",

@@ -80,7 +80,8 @@ WINDOWS_OF_ALL = windows_unless_named(
 WINDOWS_OF_LAST_LAYERS = windows_unless_named(
     lambda config: _kinds(
         [
-            config["sliding_window"] is None or layer < config["max_window_layers"]
+            config.get("sliding_window", 4096) is None
+            or layer < config.get("max_window_layers", 62)
             for layer in range(config["num_hidden_layers"])
         ]
     ),

@@ -9,6 +9,7 @@ from megatron_cp.models.hugging_face import rope_settings as rope
 from megatron_cp.models.hugging_face import weights as w
 from megatron_cp.models.hugging_face import window_settings as windows
 from megatron_cp.models.hugging_face.common import (
+    AS_DEEPSEEK_CHOOSES,
     EXPERTS_BY_SIGMOID,
     LLAMA_LIKE,
     NO_BIAS,
@@ -54,6 +55,6 @@ EXAONE_MOE = Family(
         experts.ROUTED_SCALING,
     ),
     constants=LLAMA_LIKE | EXPERTS_BY_SIGMOID | {"qk_layernorm": True},
-    only=PLAIN | NO_BIAS | {"norm_topk_prob": (True,)},
+    only=PLAIN | NO_BIAS | AS_DEEPSEEK_CHOOSES | {"norm_topk_prob": (True,)},
     words={"num_shared_experts": "n_shared_experts"},
 )

@@ -8,17 +8,6 @@ import json
 import transformers
 
 _SAID = {
-    "Phi-3-mini with LongRoPE": {
-        "model_type": "phi3",
-        "max_position_embeddings": 131072,
-        "original_max_position_embeddings": 4096,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1 + i / 64 for i in range(48)],
-            "long_factor": [1 + i * i / 32 for i in range(48)],
-        },
-    },
     "cwm": {},
     "ministral": {"head_dim": 128},
     "youtu": {},
@@ -37,14 +26,11 @@ _SAID = {
     "exaone_moe": {"num_hidden_layers": 24, "num_key_value_heads": 8, "sliding_window": 128},
 }
 MADE = {
-    name: json.loads(
-        transformers.AutoConfig.for_model(**{"model_type": name, **said}).to_json_string()
-    )
+    name: json.loads(transformers.AutoConfig.for_model(name, **said).to_json_string())
     for name, said in _SAID.items()
 }
 # Elements of the tensors that transformers would save, tied ones once.
 PARAMETERS_OF_MADE = {
-    "Phi-3-mini with LongRoPE": 3_821_079_552,
     "cwm": 32_581_097_472,
     "ministral": 7_241_732_096,
     "youtu": 1_961_560_064,

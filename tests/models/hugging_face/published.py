@@ -3,6 +3,7 @@
 from tests.models.hugging_face.made_by_transformers import MADE, PARAMETERS_OF_MADE
 from tests.models.hugging_face.more_published import MORE, PARAMETERS_OF_MORE
 from tests.models.hugging_face.published_hybrids import HYBRIDS
+from tests.models.hugging_face.published_later import LATER
 
 # What decides the model in the published config.json of each, in the form in which it was published.
 PUBLISHED = {
@@ -327,6 +328,7 @@ PUBLISHED = {
     },
     **HYBRIDS,
     **MORE,
+    **LATER,
     **MADE,
 }
 # As published with the models; DeepSeek-V3, published as 671B, by the digits of its main model with
@@ -348,5 +350,7 @@ PARAMETERS = {
     "Nemotron-H-8B": 8_100_852_736,
     "Nemotron-3-Nano-30B-A3B": 31_577_940_288,  # with the biases of its routers
     **PARAMETERS_OF_MORE,
+    "Phi-4-mini-instruct": 3_836_021_760,
+    "dots.llm1.inst": 142_774_381_696,
     **PARAMETERS_OF_MADE,
 }

@@ -1,12 +1,12 @@
 """What later families do not serve: a model, what of its config.json is otherwise, and what is said of it."""
 
-_LONG = "Phi-3-mini with LongRoPE"
+_LONG = "Phi-4-mini-instruct"
 
 
 def _longrope(**change: object) -> dict:
     factors = [1.0] * 48
-    said = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors}
-    return {"rope_parameters": said | {"long_factor": factors} | change}
+    said = {"type": "longrope", "short_factor": factors, "long_factor": factors}
+    return {"rope_scaling": said | change}
 
 
 _TWO_KINDS = ["sliding_attention", "full_attention"]
@@ -15,13 +15,15 @@ MORE_REFUSED = [
     ("phi-4", {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "long_factor is missing"),
     (
         _LONG,
-        _longrope(rope_type="yarn"),
+        _longrope(type="yarn"),
         "rope_type='yarn' in config.json is not served; this family",
     ),
     (_LONG, _longrope(short_factor=[1.0] * 47), "short_factor of 47 in config.json must be 48 pos"),
     (_LONG, _longrope(long_factor=[0.0] * 48), "long_factor of 48 in config.json must be 48 posit"),
     (_LONG, _longrope(long_mscale=1.1), "long_mscale=1.1 of rope type 'longrope'"),
-    (_LONG, _longrope(partial_rotary_factor=0.75), "short_factor of 48 in config.json must be 36"),
+    (_LONG, {"partial_rotary_factor": 0.5}, "short_factor of 48 in config.json must be 32 posit"),
+    (_LONG, {"full_attn_mod": 2}, "full_attn_mod=2"),
+    (_LONG, {"lm_head_bias": True}, "lm_head_bias=True"),
     (
         _LONG,
         _longrope(original_max_position_embeddings=8192),
