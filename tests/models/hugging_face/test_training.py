@@ -28,6 +28,7 @@ LAYOUTS = {
         2,
         ["--context-parallel-size", "2", "--reset-attention-mask", "--reset-position-ids"],
     ),
+    "phi3_long": (2, ["--context-parallel-size", "2", "--reset-attention-mask"]),
     "qwen2_moe": (2, ["--context-parallel-size", "2", "--reset-attention-mask"]),
     "qwen3_5": (2, ["--tensor-model-parallel-size", "2"]),
     "qwen3_next": (2, ["--context-parallel-size", "2", "--reset-attention-mask"]),
