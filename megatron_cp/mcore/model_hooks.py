@@ -31,8 +31,8 @@ from megatron_cp.mcore.versions import hybrid_classes
 _LOOKED_AT = "_megatron_cp_looked_at"  # attribute of a model
 _exchanges: list[Callable[[Any], Any]] = []  # what becomes of the specs of every GPT: at most one
 _last_exchanged: list[
-    tuple[Any, Any]
-] = []  # the layers' specs of the last GPT: its program's, and ours
+    tuple[Any, Any, Any]
+] = []  # of the last GPT: its configuration, the layers' spec of its program, and ours
 _IS_OURS = "_megatron_cp_is_ours"  # attribute of a model: its specs were exchanged
 _HAS_OURS = "_megatron_cp_has_ours"  # attribute of a model: all its layers were looked at
 _MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
@@ -55,7 +55,7 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
             for name in ("mtp_block_spec", "transformer_layer_spec"):  # the last one is remembered
                 if given.get(name) is not None:
                     theirs, given[name] = given[name], exchange(given[name])
-                    _last_exchanged[:] = [(theirs, given[name])]
+                    _last_exchanged[:] = [(given["config"], theirs, given[name])]
         _predict_as_configured(given)
         plain(*call.args, **call.kwargs)
         if getattr(self, "mtp", None) is not None:
@@ -85,8 +85,9 @@ def exchange_in_block(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         call = signature.bind(self, *args, **kwargs)
-        for theirs, ours in _last_exchanged:
-            if call.arguments.get("spec") is theirs:
+        for config, theirs, ours in _last_exchanged:
+            # An encoder of images may have the same spec, with a configuration of its own.
+            if call.arguments.get("spec") is theirs and call.arguments["config"] is config:
                 call.arguments["spec"] = ours
         plain(*call.args, **call.kwargs)
 
@@ -104,7 +105,7 @@ def _look_at_later_layers() -> None:
     torch.nn.modules.module.register_module_module_registration_hook(check)
 
 
-def _check_attention(model: torch.nn.Module, _inputs: Any) -> None:
+def _check_attention(model: torch.nn.Module, _inputs: Any = None) -> None:
     """Refuses, before its first forward, a model with layers that were built of other specs than ours."""
     if getattr(model, _HAS_OURS, False):
         return
@@ -159,6 +160,10 @@ def give_plan_to_layers(plain: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(plain)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, _IS_OURS, False):
+            _check_attention(
+                self
+            )  # models for images call forward by its name, past the hooks of torch
         call = signature.bind(self, *args, **kwargs)
         inputs = call.arguments
         params = params_on(inputs.get(name) for name in _MODEL_INPUTS)

@@ -136,7 +136,7 @@ def test_a_stock_gpt_whose_program_cuts_each_document_computes_each_alone(
 
 
 def contiguous_rows(rank, world_size):
-    with parallel_state(Case(cp=world_size)):
+    with parallel_state(Case(cp=world_size)) as groups:
         from megatron.core.packed_seq_params import PackedSeqParams
 
         from megatron_cp.mcore.documents.micro_batch import prepare_layer
@@ -153,7 +153,7 @@ def contiguous_rows(rank, world_size):
         config = make_config(Case(cp=world_size))
         config.cp_partition_mode = "contiguous"  # whole sequences have no parameters that say it
         with pytest.raises(NotImplementedError, match=r"config.cp_partition_mode='contiguous'"):
-            prepare_layer(config, None)
+            prepare_layer(config, None, groups.get_context_parallel_group())
         return found
 
 

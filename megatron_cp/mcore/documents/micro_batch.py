@@ -97,12 +97,18 @@ class PlanFinder:
         return plan
 
 
-def prepare_layer(config: Any, thd_split: str | None) -> None:
+def prepare_layer(config: Any, thd_split: str | None, cp_group: Any) -> None:
     """Checks the settings of a layer that mixes tokens, and lets multi-token prediction follow the plans.
 
     Raises ValueError or NotImplementedError for what such a layer cannot honour.
     """
     split.check_thd_split(thd_split)
+    if config.context_parallel_size == 1 < cp_group.size():
+        # So Megatron's encoders say that each rank has the whole input, which would be taken for a part of one.
+        raise NotImplementedError(
+            f"config.context_parallel_size=1 of a layer in a context group of {cp_group.size()} ranks, over which ours "
+            "attends; give the model's configuration the size of the group, or the layer Megatron's own attention"
+        )
     split.check_partition(config, "config", config.context_parallel_size)
     layers.note_thd_split(thd_split)
     validate_config(config)

@@ -122,10 +122,10 @@ def documents_of_batch(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (starts, lengths) of the documents in a batch of `num_rows` rows a rank that Megatron has cut.
 
-    Without thd parameters the batch is one document. Raises RuntimeError where Megatron-LM's flags ask for
+    Without thd parameters each sample is one document. Raises RuntimeError where Megatron-LM's flags ask for
     documents that did not come along, and ValueError where it is unknown how a thd batch was cut.
     """
-    if params is None:
+    if params is None or params.qkv_format == "sbhd":
         rule = current_rule()
         if rule.asks_for_documents:
             raise RuntimeError(
@@ -133,11 +133,12 @@ def documents_of_batch(
                 "its loop does not use Megatron-LM's batch functions as they stand in its modules; call "
                 "megatron_cp.mcore.hooks.install() after the imports of the training script"
             )
-        return (0, num_rows * cp_size), (num_rows * cp_size,)
+        length = num_rows * cp_size
+        return (0, length), (length if params is None else _real_length(params, length),)
     if params.qkv_format != "thd":
         raise NotImplementedError(
             f"packed_seq_params.qkv_format={params.qkv_format!r}; Megatron's own parameters "
-            "must be 'thd'; use ContextParallelParams for anything else"
+            "must be 'thd' or 'sbhd'; use ContextParallelParams for anything else"
         )
     check_partition(params, "packed_seq_params", cp_size)
     if cp_size > 1 and thd_split is None:
@@ -149,6 +150,22 @@ def documents_of_batch(
     if cp_size > 1:
         _check_program()
     return documents_of(params)
+
+
+def _real_length(params: Any, length: int) -> int:
+    """Returns how many of a sample's `length` tokens are no padding, of sbhd parameters, which say it of all samples.
+
+    Megatron's models for images have such parameters beside a batch that is not packed. Raises NotImplementedError
+    where samples differ, or where a sample could hold several documents.
+    """
+    lengths = (length,) if params.cu_seqlens_q is None else documents_of(params)[1]
+    if min(lengths) != max(lengths) or not length < 2 * lengths[0] <= 2 * length:
+        raise NotImplementedError(
+            f"packed_seq_params.qkv_format='sbhd' with documents of {min(lengths)} to {max(lengths)} tokens in samples "
+            f"of {length}: only samples of one length are served, each one document and less than half padding; pack "
+            "documents with qkv_format='thd'"
+        )
+    return lengths[0]
 
 
 def documents_of(params: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

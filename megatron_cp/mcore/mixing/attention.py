@@ -75,7 +75,11 @@ class ContextParallelAttention(MegatronModule):
         thd_split: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        prepare_layer(config, thd_split)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
+            required_pgs=["tp", "cp"]
+        )
+        self.tp_group, self.cp_group = groups.tp, groups.cp
+        prepare_layer(config, thd_split, self.cp_group)
         rate = config.attention_dropout if attention_dropout is None else attention_dropout
         check_rate(rate, "attention_dropout")
         self.dropout_p = float(rate)
@@ -92,10 +96,6 @@ class ContextParallelAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.backend = backend
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
-            required_pgs=["tp", "cp"]
-        )
-        self.tp_group, self.cp_group = groups.tp, groups.cp
         # apply_query_key_layer_scaling divides before and multiplies inside the fp32 softmax: no
         # change in value here.
         head_dim = k_channels or config.kv_channels

@@ -59,7 +59,7 @@ class ContextGatedDeltaNet(Recurrence, GatedDeltaNet):
     ) -> None:
         # Not that of Megatron's layer, which asks for kernels that are not used here.
         MegatronModule.__init__(self, config=config)
-        prepare_layer(config, thd_split)
+        prepare_layer(config, thd_split, pg_collection.cp)
         if config.activation_func is not F.silu:
             raise NotImplementedError(
                 f"activation_func={config.activation_func.__name__} with gated delta net layers, which take that of "

@@ -65,7 +65,7 @@ class ContextMambaMixer(Recurrence, MegatronModule):
         **unneeded: Any,
     ) -> None:
         super().__init__(config=config)
-        prepare_layer(config, thd_split)
+        prepare_layer(config, thd_split, pg_collection.cp)
         self.layer_number, self.pg_collection = max(1, layer_number), pg_collection
         self.tp_size = pg_collection.tp.size()
         self._set_sizes()

@@ -60,7 +60,7 @@ class SparseCore(MegatronModule):
         **unneeded: Any,
     ) -> None:
         super().__init__(config=config)
-        prepare_layer(config, thd_split)
+        prepare_layer(config, thd_split, pg_collection.cp)
         self.softmax_scale, self.groups = softmax_scale, pg_collection
         self.layer_number = layer_number
         picks = [*layers_that_pick(config), True]  # predictions, numbered behind the decoder, do
