@@ -160,10 +160,9 @@ def give_plan_to_layers(plain: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(plain)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Here too: models for images call `forward` by its name, past torch's hooks.
         if getattr(self, _IS_OURS, False):
-            _check_attention(
-                self
-            )  # models for images call forward by its name, past the hooks of torch
+            _check_attention(self)
         call = signature.bind(self, *args, **kwargs)
         inputs = call.arguments
         params = params_on(inputs.get(name) for name in _MODEL_INPUTS)
