@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -28,11 +29,12 @@ from megatron_cp.mcore.settings.sparse_settings import is_sparse
 from megatron_cp.mcore.settings.validation import balances_samples
 from megatron_cp.mcore.versions import hybrid_classes
 
+_log = logging.getLogger(__name__)
+
 _LOOKED_AT = "_megatron_cp_looked_at"  # attribute of a model
 _exchanges: list[Callable[[Any], Any]] = []  # what becomes of the specs of every GPT: at most one
-_last_exchanged: list[
-    tuple[Any, Any, Any]
-] = []  # of the last GPT: its configuration, the layers' spec of its program, and ours
+# Of the last GPT: its configuration, the layers' spec of its program, and ours.
+_last_exchanged: list[tuple[Any, Any, Any]] = []
 _IS_OURS = "_megatron_cp_is_ours"  # attribute of a model: its specs were exchanged
 _HAS_OURS = "_megatron_cp_has_ours"  # attribute of a model: all its layers were looked at
 _MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
@@ -138,6 +140,12 @@ def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(self, *args, **kwargs).arguments
         config = given["config"]
         is_ours = layers.has_our_attention(given.get(parts.spec))
+        if _exchanges and not is_ours:
+            _log.warning(
+                "%s keeps its own attention: use_in_every_gpt serves GPTModel alone; give a hybrid model its spec by "
+                "with_context_parallel",
+                type(self).__name__,
+            )
         if is_ours:
             ratios = [given.get(f"hybrid_{kind}_ratio") or 0.0 for kind in ("attention", "mlp")]
             pattern = given.get(parts.pattern) or given.get("hybrid_override_pattern")
