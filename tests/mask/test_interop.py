@@ -146,10 +146,12 @@ def test_masks_put_together_by_flex_attention_are_read():
 
 
 def test_a_part_of_a_block_mask_is_refused():
+    """Since torch 2.14 a part has lengths of its own, and torch refuses to be asked for its mask function."""
     theirs = create_block_mask(
         lambda batch, head, q, k: q >= k, None, None, 16, 16, device="cpu", BLOCK_SIZE=4
     )
-    with pytest.raises(ValueError, match="2 x 4 blocks, its 16 x 16 tokens have 4 x 4"):
+    said = "2 x 4 blocks, its 16 x 16 tokens have 4 x 4|a sliced BlockMask"
+    with pytest.raises((ValueError, RuntimeError), match=said):
         masks.from_block_mask(theirs[:, :, 1:3])
 
 
