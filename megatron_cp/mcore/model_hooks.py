@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +28,6 @@ from megatron_cp.mcore.settings.sparse_settings import is_sparse
 from megatron_cp.mcore.settings.validation import balances_samples
 from megatron_cp.mcore.versions import hybrid_classes
 
-_log = logging.getLogger(__name__)
-
 _LOOKED_AT = "_megatron_cp_looked_at"  # attribute of a model
 _exchanges: list[Callable[[Any], Any]] = []  # what becomes of the specs of every GPT: at most one
 # Of the last GPT: its configuration, the layers' spec of its program, and ours.
@@ -41,7 +38,7 @@ _MODEL_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
 
 
 def exchange_specs(exchange: Callable[[Any], Any] | None) -> None:
-    """From now on every GPT is built of `exchange(spec)`, whoever made its specs; None: of the specs as they are."""
+    """From now on GPTs and hybrid models are built of `exchange(spec)`; None: of the specs as they are."""
     _exchanges[:] = [] if exchange is None else [exchange]
     _last_exchanged.clear()
 
@@ -63,9 +60,7 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(self, "mtp", None) is not None:
             mark_repeated_prediction(self.mtp, given["config"])
         if _exchanges:
-            setattr(self, _IS_OURS, True)
-            _look_at_later_layers()
-            self.register_forward_pre_hook(_check_attention)
+            _mark_as_ours(self)
         if _exchanges or layers.has_our_attention(given["transformer_layer_spec"]):
             layers.register_stage(given["config"])
         save_as_wished(self)
@@ -96,9 +91,16 @@ def exchange_in_block(plain: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+def _mark_as_ours(model: torch.nn.Module) -> None:
+    """Has every layer of a model looked at, those too that it gets later: its program knows nothing of us."""
+    setattr(model, _IS_OURS, True)
+    _look_at_later_layers()
+    model.register_forward_pre_hook(_check_attention)
+
+
 @functools.cache
 def _look_at_later_layers() -> None:
-    """From now on layers that a subclass gives a GPT after Megatron's constructor are looked at when it gets them."""
+    """From now on layers that a subclass gives a model after Megatron's constructor are looked at when it gets them."""
 
     def check(model: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
         if part is not None and getattr(model, _IS_OURS, False):
@@ -137,15 +139,12 @@ def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(plain)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        given = signature.bind(self, *args, **kwargs).arguments
+        call = signature.bind(self, *args, **kwargs)
+        given = call.arguments
         config = given["config"]
+        for exchange in _exchanges:
+            given[parts.spec] = exchange(given[parts.spec])
         is_ours = layers.has_our_attention(given.get(parts.spec))
-        if _exchanges and not is_ours:
-            _log.warning(
-                "%s keeps its own attention: use_in_every_gpt serves GPTModel alone; give a hybrid model its spec by "
-                "with_context_parallel",
-                type(self).__name__,
-            )
         if is_ours:
             ratios = [given.get(f"hybrid_{kind}_ratio") or 0.0 for kind in ("attention", "mlp")]
             pattern = given.get(parts.pattern) or given.get("hybrid_override_pattern")
@@ -155,7 +154,9 @@ def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
             # The configuration may know predictions that the class has no argument for.
             if known is None or hybrid_pattern(known).layers != said.layers:
                 config.hybrid_layer_pattern = said.without_bars
-        plain(self, *args, **kwargs)
+        plain(*call.args, **call.kwargs)
+        if _exchanges:
+            _mark_as_ours(self)
         if is_ours:
             layers.register_stage(config)
         save_as_wished(self)

@@ -137,8 +137,9 @@ def with_context_parallel(
 def use_in_every_gpt(**attention_options: Any) -> None:
     """From now on every `GPTModel` of this process has our attention, whoever makes its specs; they are copied.
 
-    For programs that do not let one see the spec (docs/frameworks.md); called before they build a model. Modules that
-    are no `GPTModel`, encoders of images say, keep their attention. Options and errors are those of
+    So has every hybrid model (`MambaModel`, `HybridModel`), with our mixers. For programs that do not let one see the
+    spec (docs/frameworks.md); called before they build a model. Modules that are neither, encoders of images say, keep
+    their attention. Options and errors are those of
     `with_context_parallel`, the errors when a model is built. A second call replaces the options.
     """
     split.check_thd_split(attention_options.get("thd_split"))
@@ -192,6 +193,8 @@ def _exchange_norm_or_router(name: str, leaf: Any) -> Any:
 
 def _copy_with(node: Any, exchange: Callable[[str, Any], Any], name: str = "") -> Any:
     """Returns the node with every leaf below it exchanged; the node itself where none was."""
+    if name == "dsa_layer":  # of a hybrid's stack, which builds it for a letter that is refused
+        return node
     changed = exchange(name, node)
     if changed is not node:
         return changed

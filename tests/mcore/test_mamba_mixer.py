@@ -320,45 +320,6 @@ def test_megatrons_own_mixer_gets_no_planned_batch():
     assert "decoder.layers.0.mixer is MambaMixer of Megatron-Core" in line
 
 
-def logged_of_hybrid_models(rank, world_size):
-    """Warnings of hybrid models under `use_in_every_gpt`: with Megatron's attention, and with ours."""
-    with parallel_state(Case()):
-        import copy
-        from unittest import mock
-
-        from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-        from megatron_cp.mcore import model_hooks, use_in_every_gpt
-        from megatron_cp.mcore.hybrid import hybrid_stack_spec_of
-        from megatron_cp.mcore.versions import hybrid_classes
-
-        parts = hybrid_classes.hybrid_parts()
-        config = config_of(Case())
-        ours = hybrid_stack_spec_of(config)
-        theirs = copy.deepcopy(ours)
-        layers = {
-            name: getattr(theirs.submodules, name) for name in ("attention_layer", "mlp_layer")
-        }
-        attention = layers["attention_layer"].submodules.self_attention.submodules
-        attention.core_attention = DotProductAttention
-        theirs.submodules = parts.submodules(**layers)
-        said = []
-        use_in_every_gpt()
-        try:
-            for spec in (theirs, ours):
-                with mock.patch.object(model_hooks, "_log") as log:
-                    options = {parts.pattern: "-*", parts.spec: spec}
-                    parts.model(config, vocab_size=64, max_sequence_length=96, **options)
-                said.append(log.warning.call_count)
-        finally:
-            model_hooks.exchange_specs(None)
-        return said
-
-
-def test_a_hybrid_model_that_keeps_its_attention_says_so():
-    assert run_on_ranks(1, logged_of_hybrid_models, timeout=110) == [[1, 0]]
-
-
 @pytest.mark.parametrize(
     ("mask_name", "options", "said"),
     [
