@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 
 from megatron_cp.mcore import layers
 from megatron_cp.mcore.batch import ContextParallelParams
+from megatron_cp.mcore.checkpoint.fused_adam import install_in_program
 from megatron_cp.mcore.documents.cut import params_of_documents, params_on
 from megatron_cp.mcore.documents.find import current_rule, find_documents
 from megatron_cp.mcore.memory.save import save_as_wished
@@ -63,6 +64,7 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
             _mark_as_ours(self)
         if _exchanges or layers.has_our_attention(given["transformer_layer_spec"]):
             layers.register_stage(given["config"])
+            install_in_program()
         save_as_wished(self)
 
     return __init__
@@ -159,6 +161,7 @@ def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
             _mark_as_ours(self)
         if is_ours:
             layers.register_stage(config)
+            install_in_program()
         save_as_wished(self)
 
     return __init__

@@ -40,7 +40,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_cp.mcore import hooks, layers, model_hooks
-from megatron_cp.mcore.checkpoint.fused_adam import install_fused_adam
 from megatron_cp.mcore.documents import split
 from megatron_cp.mcore.mixing.attention import ContextParallelAttention
 from megatron_cp.mcore.mixing.gated_delta_net import ContextGatedDeltaNet, gated_delta_net_layer
@@ -279,9 +278,6 @@ class ConfiguredLayer(TransformerLayer):
             ValueError: for an engine that is not installed.
         """
         use_te = uses_transformer_engine(config)
-        args = program.arguments()
-        if args is not None and getattr(args, "use_distributed_optimizer", False):
-            install_fused_adam()  # it is built after the model; torch's AdamW could not be resumed
         check_spec(config)
         offset = 0
         if megatrons.get("add_layer_offset", True):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_cp.mcore.checkpoint.optimizer import repair_padded_buckets
-from megatron_cp.mcore.versions import compat
+from megatron_cp.mcore.versions import compat, program
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -119,3 +119,9 @@ def install_fused_adam() -> bool:
 
     distrib_optimizer.DistributedOptimizer.load_state_dict = load_state_dict
     return True
+
+
+def install_in_program() -> None:
+    """Installs it in a Megatron-LM program whose flags ask for the distributed optimizer, built after the model."""
+    if getattr(program.arguments(), "use_distributed_optimizer", False):
+        install_fused_adam()
