@@ -32,6 +32,7 @@ _ENTRIES_OF_FORMAT_1 = frozenset(
 
 # What must be equal between a checkpoint and the model that loads it.
 SHAPE_ARGUMENTS = (
+    "hybrid_layer_pattern",  # first: with another kind of model layers are counted otherwise
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -59,7 +60,6 @@ SHAPE_ARGUMENTS = (
     "linear_value_head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
-    "hybrid_layer_pattern",
     "mamba_state_dim",
     "mamba_head_dim",
     "mamba_num_groups",
