@@ -60,14 +60,23 @@ def register_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
         plain(*call.args, **call.kwargs)
         if getattr(self, "mtp", None) is not None:
             mark_repeated_prediction(self.mtp, given["config"])
-        if _exchanges:
-            _mark_as_ours(self)
-        if _exchanges or layers.has_our_attention(given["transformer_layer_spec"]):
-            layers.register_stage(given["config"])
-            install_in_program()
-        save_as_wished(self)
+        _finish(self, given["config"], layers.has_our_attention(given["transformer_layer_spec"]))
 
     return __init__
+
+
+def _finish(model: torch.nn.Module, config: Any, is_ours: bool) -> None:
+    """Does what a model needs once Megatron's constructor has built it, with our attention or another."""
+    if (
+        _exchanges
+    ):  # its program knows nothing of us: layers that the model gets later are looked at as well
+        setattr(model, _IS_OURS, True)
+        _look_at_later_layers()
+        model.register_forward_pre_hook(_check_attention)
+    if is_ours or _exchanges:
+        layers.register_stage(config)
+        install_in_program()
+    save_as_wished(model)
 
 
 def _predict_as_configured(given: dict[str, Any]) -> None:
@@ -91,13 +100,6 @@ def exchange_in_block(plain: Callable[..., Any]) -> Callable[..., Any]:
         plain(*call.args, **call.kwargs)
 
     return __init__
-
-
-def _mark_as_ours(model: torch.nn.Module) -> None:
-    """Has every layer of a model looked at, those too that it gets later: its program knows nothing of us."""
-    setattr(model, _IS_OURS, True)
-    _look_at_later_layers()
-    model.register_forward_pre_hook(_check_attention)
 
 
 @functools.cache
@@ -157,12 +159,7 @@ def register_hybrid_stage(plain: Callable[..., Any]) -> Callable[..., Any]:
             if known is None or hybrid_pattern(known).layers != said.layers:
                 config.hybrid_layer_pattern = said.without_bars
         plain(*call.args, **call.kwargs)
-        if _exchanges:
-            _mark_as_ours(self)
-        if is_ours:
-            layers.register_stage(config)
-            install_in_program()
-        save_as_wished(self)
+        _finish(self, config, is_ours)
 
     return __init__
 

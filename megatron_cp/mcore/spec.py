@@ -138,8 +138,8 @@ def use_in_every_gpt(**attention_options: Any) -> None:
 
     So has every hybrid model (`MambaModel`, `HybridModel`), with our mixers. For programs that do not let one see the
     spec (docs/frameworks.md); called before they build a model. Modules that are neither, encoders of images say, keep
-    their attention. Options and errors are those of
-    `with_context_parallel`, the errors when a model is built. A second call replaces the options.
+    their attention. Options and errors are those of `with_context_parallel`, the errors when a model is built. A second
+    call replaces the options.
     """
     split.check_thd_split(attention_options.get("thd_split"))
 

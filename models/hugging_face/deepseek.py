@@ -9,6 +9,7 @@ from megatron_cp.models.hugging_face import rope_settings as rope
 from megatron_cp.models.hugging_face import settings as s
 from megatron_cp.models.hugging_face import weights as w
 from megatron_cp.models.hugging_face.common import (
+    AS_DEEPSEEK_CHOOSES,
     EXPERTS_AFTER_SOFTMAX,
     EXPERTS_BEHIND_DENSE_LAYERS,
     EXPERTS_BY_SIGMOID,
@@ -53,11 +54,10 @@ _DEEPSEEK = Family(
     | {"multi_latent_attention": True, "qk_layernorm": True},
     only=PLAIN
     | NO_BIAS
+    | AS_DEEPSEEK_CHOOSES
     | {
         "rope_interleave": (True,),
         "norm_topk_prob": (True,),
-        "scoring_func": ("sigmoid", None),
-        "topk_method": ("noaux_tc", None),
         "moe_layer_freq": (1, None),
         # The norms inside the attention have 1e-6 whatever the configuration says.
         "rms_norm_eps": (1e-6,),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_cp.mcore.settings.longrope_settings import are_factors
 from megatron_cp.models.hugging_face import rope_settings as rope
 from megatron_cp.models.hugging_face.settings import Arguments, Config, Keys, Setting, heads_of
 
@@ -34,7 +35,7 @@ def _from_config(config: Config) -> Arguments:
     count = int(heads_of(config)["kv_channels"] * share) // 2
     for name, argument in _LISTS.items():
         found = lists[argument]
-        if len(found) != count or not all(0 < one < math.inf for one in found):
+        if not are_factors(found, count):
             raise ValueError(
                 f"{name} of {len(found)} in config.json must be {count} positive numbers, one for each frequency; "
                 "correct it"

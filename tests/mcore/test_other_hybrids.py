@@ -6,7 +6,6 @@ Megatron's own mixer needs kernels of a GPU, so the reference is ours on each do
 
 import copy
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import torch
 from tests.mcore.engines import HYBRID
 from tests.mcore.packs import SEQUENCE, VOCABULARY
 from tests.mcore.stock import stock_program
-from tests.mcore.test_other_programs import LENGTHS, documents, padded_stream, zigzag
+from tests.mcore.test_other_programs import documents, logits_of_stream, of_real_tokens
 from tests.mcore.tiny_gpt import Case, make_config, parallel_state
 from tests.mcore.weights import fill_by_name
 from tests.ranks import run_on_ranks
@@ -73,38 +72,17 @@ def logits_alone(rank, world_size, case):
 def logits_of_cut(rank, cp, case):
     """(places in the padded stream, logits) of this rank's rows, cut as the program does."""
     with stock_program(), parallel_state(case), torch.no_grad():
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         model = hybrid_model(case)
         mamba, attention, _ = model.decoder.layers
         names = {type(x).__name__ for x in (mamba.mixer, attention.self_attention.core_attention)}
         assert names == {"ContextMambaMixer", "ContextParallelAttention"}
-        tokens, _, padded = padded_stream(cp)
-        rows = np.concatenate([s + zigzag(e - s, cp, rank) for s, e in itertools.pairwise(padded)])
-        ends = torch.tensor(padded, dtype=torch.int32)
-        longest = int(np.diff(padded).max())
-        params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            cu_seqlens_q_padded=ends,
-            cu_seqlens_kv_padded=ends,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-        positions = torch.zeros(1, len(rows), dtype=torch.long)
-        logits = model(tokens[rows][None], positions, None, packed_seq_params=params)
-        return rows, logits[0].float().numpy()
+        return logits_of_stream(model, cp, rank, padding_counts=True)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3])
 def test_a_stock_hybrid_whose_program_cuts_each_document_computes_each_alone(cp):
     (expected,) = run_on_ranks(1, logits_alone, Case().with_options(**HYBRID))
-    _, _, padded = padded_stream(cp)
-    whole = np.full((padded[-1], VOCABULARY), np.nan, dtype=np.float32)
-    for rows, logits in run_on_ranks(cp, logits_of_cut, Case(cp=cp).with_options(**HYBRID)):
-        whole[rows] = logits
-    found = np.concatenate([whole[s : s + n] for s, n in zip(padded[:-1], LENGTHS, strict=True)])
+    found = of_real_tokens(cp, run_on_ranks(cp, logits_of_cut, Case(cp=cp).with_options(**HYBRID)))
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(found, expected, atol=2e-6)
 

@@ -94,29 +94,43 @@ def logits_of_cut(rank, cp, padding_counts, options):
     case = Case(cp=cp).with_options(**options)
     with stock_program() as program, parallel_state(case), torch.no_grad():
         del program
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         model = swapped_model(case)
         names = {
             type(layer.self_attention.core_attention).__name__ for layer in model.decoder.layers
         }
         assert names == {"ContextParallelAttention"}
-        tokens, real, padded = padded_stream(cp)
-        rows = np.concatenate([s + zigzag(e - s, cp, rank) for s, e in itertools.pairwise(padded)])
-        ends = torch.tensor(padded if padding_counts else real, dtype=torch.int32)
-        whole = torch.tensor(padded, dtype=torch.int32)
-        params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            cu_seqlens_q_padded=whole,
-            cu_seqlens_kv_padded=whole,
-            max_seqlen_q=int(np.diff(padded).max()),
-            max_seqlen_kv=int(np.diff(padded).max()),
-        )
-        positions = torch.zeros(1, len(rows), dtype=torch.long)
-        logits = model(tokens[rows][None], positions, None, packed_seq_params=params)
-        return rows, logits[0].float().numpy()
+        return logits_of_stream(model, cp, rank, padding_counts)
+
+
+def logits_of_stream(model, cp: int, rank: int, padding_counts: bool):
+    """(places in the padded stream, logits) of this rank's rows: each document cut zigzag, with thd parameters."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens, real, padded = padded_stream(cp)
+    rows = np.concatenate([s + zigzag(e - s, cp, rank) for s, e in itertools.pairwise(padded)])
+    ends = torch.tensor(padded if padding_counts else real, dtype=torch.int32)
+    whole = torch.tensor(padded, dtype=torch.int32)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=whole,
+        cu_seqlens_kv_padded=whole,
+        max_seqlen_q=int(np.diff(padded).max()),
+        max_seqlen_kv=int(np.diff(padded).max()),
+    )
+    positions = torch.zeros(1, len(rows), dtype=torch.long)
+    logits = model(tokens[rows][None], positions, None, packed_seq_params=params)
+    return rows, logits[0].float().numpy()
+
+
+def of_real_tokens(cp: int, results) -> np.ndarray:
+    """Logits of all documents, without padding, in their order: those of all ranks put together."""
+    _, _, padded = padded_stream(cp)
+    whole = np.full((padded[-1], VOCABULARY), np.nan, dtype=np.float32)
+    for rows, logits in results:
+        whole[rows] = logits
+    return np.concatenate([whole[s : s + n] for s, n in zip(padded[:-1], LENGTHS, strict=True)])
 
 
 @pytest.mark.parametrize("options", [{}, LATENT], ids=["plain", "latent"])
@@ -126,11 +140,7 @@ def test_a_stock_gpt_whose_program_cuts_each_document_computes_each_alone(
     cp, padding_counts, options
 ):
     (expected,) = run_on_ranks(1, logits_alone, options)
-    _, _, padded = padded_stream(cp)
-    whole = np.full((padded[-1], VOCABULARY), np.nan, dtype=np.float32)
-    for rows, logits in run_on_ranks(cp, logits_of_cut, padding_counts, options):
-        whole[rows] = logits
-    found = np.concatenate([whole[s : s + n] for s, n in zip(padded[:-1], LENGTHS, strict=True)])
+    found = of_real_tokens(cp, run_on_ranks(cp, logits_of_cut, padding_counts, options))
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(found, expected, atol=2e-6)
 

@@ -107,7 +107,8 @@ def prepare_layer(config: Any, thd_split: str | None, cp_group: Any) -> None:
         # So Megatron's encoders say that each rank has the whole input, which would be taken for a part of one.
         raise NotImplementedError(
             f"config.context_parallel_size=1 of a layer in a context group of {cp_group.size()} ranks, over which ours "
-            "attends; give the model's configuration the size of the group, or the layer Megatron's own attention"
+            "attends; give the layer Megatron's own attention, or, if its program cuts its rows over these ranks, its "
+            "configuration their number"
         )
     split.check_partition(config, "config", config.context_parallel_size)
     layers.note_thd_split(thd_split)

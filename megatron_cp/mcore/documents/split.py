@@ -159,7 +159,7 @@ def _real_length(params: Any, length: int) -> int:
     where samples differ, or where a sample could hold several documents.
     """
     lengths = (length,) if params.cu_seqlens_q is None else documents_of(params)[1]
-    if min(lengths) != max(lengths) or not length < 2 * lengths[0] <= 2 * length:
+    if min(lengths) != max(lengths) or not length / 2 < lengths[0] <= length:
         raise NotImplementedError(
             f"packed_seq_params.qkv_format='sbhd' with documents of {min(lengths)} to {max(lengths)} tokens in samples "
             f"of {length}: only samples of one length are served, each one document and less than half padding; pack "

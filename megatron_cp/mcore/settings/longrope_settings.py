@@ -7,7 +7,8 @@ started for long sequences (vLLM); transformers chooses anew in every call, by t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 LONGROPE = (
@@ -23,6 +24,11 @@ def is_long(arguments: Mapping[str, Any]) -> bool:
     """Returns whether a run takes the long factors; where it says no length, by all positions of the model."""
     longest = arguments.get("seq_length") or arguments["max_position_embeddings"]
     return bool(longest > arguments["longrope_original_max_position_embeddings"])
+
+
+def are_factors(values: Sequence[float], num_frequencies: int) -> bool:
+    """Returns whether these are positive numbers, one for each frequency."""
+    return len(values) == num_frequencies and all(0 < one < math.inf for one in values)
 
 
 def factors_of(arguments: Mapping[str, Any]) -> list[float] | None:

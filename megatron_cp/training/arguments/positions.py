@@ -5,12 +5,11 @@ Each check yields its faults as `faults.py` describes.
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_cp.mcore.settings.longrope_settings import LONGROPE, is_long
+from megatron_cp.mcore.settings.longrope_settings import LONGROPE, are_factors, is_long
 from megatron_cp.mcore.settings.sparse_settings import is_sparse
 
 # Value without effect on anything, by attribute. Core's YaRN takes base and factors of its own alone.
@@ -110,7 +109,7 @@ def check_longrope(args: Namespace) -> Iterator[str]:
     count = int(args.kv_channels * args.rotary_percent) // 2
     for name in LONGROPE[:2]:
         factors = getattr(args, name)
-        if len(factors) != count or not all(0 < one < math.inf for one in factors):
+        if not are_factors(factors, count):
             yield (
                 f"{flags[name]} of {len(factors)} must be {count} positive numbers, one for each frequency of a head "
                 f"of {args.kv_channels} with --rotary-percent {args.rotary_percent}"
